@@ -1,0 +1,128 @@
+"""Configuration of the gateway: where it listens, its limits, and the addresses of every teacher's replicas."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import AfterValidator, Field
+
+from shared.config import (
+    GatewaySection,
+    Section,
+    ServiceName,
+    TeacherSection,
+    add_config_arguments,
+    load_run,
+    parse,
+    select,
+)
+from shared.errors import ConfigError
+
+
+def _check_url(text: str) -> str:
+    """`http://host:port`, with nothing after it: everything else of a request is fixed."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        raise ValueError(f"{text!r} is no replica address: write http://HOST:PORT")
+    if parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise ValueError(f"{text!r} has more than scheme, host and port: write {parts.scheme}://{parts.netloc}")
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from error
+    if port is None:
+        raise ValueError(f"{text!r} has no port: write {parts.scheme}://{parts.hostname}:PORT")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+ReplicaUrl = Annotated[str, AfterValidator(_check_url)]
+
+
+class GatewayConfig(Section):
+    """All that the gateway knows of a run.
+
+    Attributes:
+        teachers: replica addresses by teacher name. There is no default teacher.
+    """
+
+    gateway: GatewaySection
+    teachers: dict[ServiceName, Annotated[list[ReplicaUrl], Field(min_length=1)]] = Field(min_length=1)
+
+
+class _RunView(Section):
+    gateway: GatewaySection
+    teachers: dict[ServiceName, TeacherSection]
+
+
+def load(argv: Sequence[str] | None = None) -> GatewayConfig:
+    """The configuration from the command line, and from a run's file where one is named.
+
+    Raises:
+        ConfigError: what is wrong and what to write instead.
+    """
+    parser = argparse.ArgumentParser(prog="python -m services.gateway", description=__doc__)
+    add_config_arguments(parser, required=False)
+    parser.add_argument("--host", help="address to listen on")
+    parser.add_argument("--port", type=int, help="port to listen on")
+    parser.add_argument(
+        "--teacher", action="append", default=[], metavar="NAME=URL", help="a replica of a teacher; repeat it for more"
+    )
+    args = parser.parse_args(argv)
+    if (args.config is None) == (not args.teacher):
+        raise ConfigError("name the teachers either with --teacher NAME=http://HOST:PORT or with --config FILE")
+    if args.config is not None:
+        view = select(_RunView, load_run(args.config, args.overrides))
+        gateway: dict[str, Any] = view.gateway.model_dump()
+        teachers = {
+            name: [_url(section.host, port) for port in section.ports] for name, section in view.teachers.items()
+        }
+    else:
+        gateway = _read_overrides(args.overrides)
+        teachers = _read_teachers(args.teacher)
+    gateway |= {name: value for name in ("host", "port") if (value := getattr(args, name)) is not None}
+    config = parse(GatewayConfig, {"gateway": gateway, "teachers": teachers}, origin=str(args.config or "command line"))
+    _check_addresses(config)
+    return config
+
+
+def _read_teachers(items: Sequence[str]) -> dict[str, list[str]]:
+    teachers: dict[str, list[str]] = {}
+    for item in items:
+        name, sign, url = item.partition("=")
+        if not sign or not name or not url:
+            raise ConfigError(f"--teacher {item}: write it as NAME=http://HOST:PORT")
+        teachers.setdefault(name, []).append(url)
+    return teachers
+
+
+def _read_overrides(items: Sequence[str]) -> dict[str, Any]:
+    """`gateway.key=value` texts; without a run's file there is no other section to set."""
+    values: dict[str, Any] = {}
+    for item in items:
+        key, sign, text = item.partition("=")
+        section, _, name = key.partition(".")
+        if not sign or section != "gateway" or not name:
+            raise ConfigError(f"--set {item}: without --config only gateway.KEY=VALUE can be set")
+        try:
+            values[name] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {item}: the value is not YAML") from error
+    return values
+
+
+def _check_addresses(config: GatewayConfig) -> None:
+    """A replica serves one teacher: the same address twice is a slip."""
+    owners: dict[str, str] = {}
+    for name, urls in config.teachers.items():
+        for url in urls:
+            if url in owners:
+                raise ConfigError(f"{url} is named for teacher {owners[url]!r} and again for {name!r}: give each its own")
+            owners[url] = name
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

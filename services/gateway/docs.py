@@ -1,0 +1,73 @@
+"""What /docs says of POST /logprobs: the gateway passes bodies through, so their shapes are written here by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_IDS = {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}}
+
+_REQUEST_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "model": {"type": "string", "description": "Teacher name; the header x-teacher spares decoding the body"},
+        "token_ids": _IDS | {"description": "Sequences of prompt + response"},
+        "prompt_len": {"type": "array", "items": {"type": "integer", "minimum": 1}},
+        "top_k": {"type": "integer", "minimum": 0, "default": 0},
+        "candidate_ids": {"type": "array", "items": _IDS},
+        "prompt": {"type": "string"},
+        "messages": {"type": "array", "items": {"type": "object"}},
+        "completion": {"type": "string"},
+        "logprobs_dtype": {"enum": ["float32", "float16"], "default": "float32"},
+    },
+}
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+
+
+def _header(name: str, description: str) -> dict[str, Any]:
+    return {"name": name, "in": "header", "required": False, "schema": {"type": "string"}, "description": description}
+
+
+LOGPROBS: dict[str, Any] = {
+    "parameters": [
+        _header("x-teacher", "Teacher name; the body then passes through unread"),
+        _header("x-num-tokens", "Tokens in the request, for balancing"),
+        _header("x-timeout-s", "Seconds that the answer may take, at most the gateway's own limit"),
+        _header("x-request-id", "Shown in logs and passed on; made up when absent"),
+    ],
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": _REQUEST_SCHEMA}, "application/msgpack": _BINARY},
+    },
+}
+
+_PROBLEM = {
+    "application/problem+json": {
+        "schema": {
+            "type": "object",
+            "required": ["type", "title", "status"],
+            "properties": {
+                "type": {"type": "string"},
+                "title": {"type": "string"},
+                "status": {"type": "integer"},
+                "detail": {"type": "string"},
+            },
+        }
+    }
+}
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "What the teacher answered", "content": {"application/json": {}, "application/msgpack": _BINARY}}
+} | {
+    status: {"description": description, "content": _PROBLEM}
+    for status, description in (
+        (400, "Malformed"),
+        (401, "No or wrong key"),
+        (404, "Unknown teacher; the known ones are listed"),
+        (413, "Too long or too large"),
+        (415, "Neither JSON nor msgpack"),
+        (422, "A value that the teacher does not take"),
+        (429, "All replicas are full: Retry-After"),
+        (503, "No replica can answer: Retry-After"),
+        (504, "Deadline exceeded"),
+    )
+}

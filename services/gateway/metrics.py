@@ -1,0 +1,67 @@
+"""Prometheus metrics of the gateway, per teacher and replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from services.gateway.pool import Pool
+from services.gateway.replica import State
+
+_REPLICA = ["teacher", "replica"]
+_SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class GatewayMetrics:
+    """Counters that the proxy increments; gauges are read from the pools when somebody scrapes."""
+
+    def __init__(self, pools: Mapping[str, Pool]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_PoolCollector(pools))
+        common = {"namespace": "opd", "subsystem": "gateway", "registry": self.registry}
+        self.responses = Counter(
+            "responses_total", "Answers to clients; teacher is empty where none was found", ["teacher", "status"], **common
+        )
+        self.request_seconds = Histogram(
+            "request_seconds", "Time from a request's head to its answer", ["teacher"], buckets=_SECONDS, **common
+        )
+        self.attempts = Counter(
+            "attempts_total", "Requests sent to a replica, by what came of them", [*_REPLICA, "outcome"], **common
+        )
+        self.attempt_seconds = Histogram(
+            "attempt_seconds", "Time a replica took for a request that it answered", _REPLICA, buckets=_SECONDS, **common
+        )
+        self.tokens = Counter("tokens_total", "Tokens of requests answered, as estimated for balancing", _REPLICA, **common)
+        self.request_bytes = Counter("request_bytes_total", "Bytes of request bodies", ["teacher"], **common)
+        self.answer_bytes = Counter("answer_bytes_total", "Bytes of answers", ["teacher"], **common)
+        self.retries = Counter("retries_total", "Requests tried again after this replica failed", _REPLICA, **common)
+        self.ejections = Counter("ejections_total", "Times a replica was ejected", _REPLICA, **common)
+        self.probes = Counter("probes_total", "Probes of a replica, by result", [*_REPLICA, "result"], **common)
+        self.disconnects = Counter("client_disconnects_total", "Clients gone before their answer", ["teacher"], **common)
+
+    def render(self) -> bytes:
+        """All metrics in the Prometheus text format."""
+        return generate_latest(self.registry)
+
+
+class _PoolCollector(Collector):
+    def __init__(self, pools: Mapping[str, Pool]) -> None:
+        self._pools = pools
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        in_flight = GaugeMetricFamily("opd_gateway_in_flight", "Requests at a replica", labels=_REPLICA)
+        tokens = GaugeMetricFamily("opd_gateway_in_flight_tokens", "Tokens of requests at a replica", labels=_REPLICA)
+        load = GaugeMetricFamily("opd_gateway_load_tokens", "In-flight tokens plus debt for failures", labels=_REPLICA)
+        state = GaugeMetricFamily("opd_gateway_replica_state", "1 for the state it is in", labels=[*_REPLICA, "state"])
+        for pool in self._pools.values():
+            for replica in pool.replicas:
+                labels = [pool.name, replica.name]
+                in_flight.add_metric(labels, replica.in_flight)
+                tokens.add_metric(labels, replica.outstanding_tokens)
+                load.add_metric(labels, replica.load())
+                for name in State:
+                    state.add_metric([*labels, name.value], float(replica.state is name))
+        yield from (in_flight, tokens, load, state)

@@ -1,0 +1,56 @@
+"""Background probes: every replica is asked /readyz and /info again and again, whatever its state.
+
+A probe is what lets a replica in, at the start and after an ejection; traffic alone never does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.pool import Pool
+from services.gateway.replica import Replica
+from services.gateway.upstream import AnswerTooLarge, AttemptError, ReplicaClient
+from shared import log
+
+_log = log.get(__name__)
+
+
+async def probe(pool: Pool, replica: Replica, client: ReplicaClient) -> str:
+    """Ask once and act on it; returns "passed", "not_ready", "refused", "failed" or "slow"."""
+    epoch, num_answers = replica.epoch, replica.num_answers
+    try:
+        ready, said = await client.is_ready()
+        if not ready:
+            if replica.is_serving:
+                _log.warning("replica_not_ready", extra=log.fields(teacher=pool.name, replica=replica.name, reason=said))
+            replica.probe_refused(said)
+            return "not_ready"
+        info = await client.info()
+    except (AttemptError, AnswerTooLarge) as error:
+        if isinstance(error, AttemptError) and error.is_timeout and replica.num_answers != num_answers:
+            return "slow"  # it was busy answering requests
+        replica.probe_failed(str(error) or type(error).__name__)
+        return "failed"
+    if replica.epoch != epoch:
+        return "passed"  # ejected while the probe ran: it waits its time, and the next probe decides
+    return "passed" if pool.admit(replica, info) else "refused"
+
+
+async def watch(pool: Pool, replica: Replica, client: ReplicaClient, metrics: GatewayMetrics) -> None:
+    """Probe one replica for ever."""
+    while True:
+        result = await probe(pool, replica, client)
+        metrics.probes.labels(pool.name, replica.name, result).inc()
+        await asyncio.sleep(replica.next_probe_s())
+
+
+async def watch_all(
+    pools: Mapping[str, Pool], clients: Mapping[Replica, ReplicaClient], metrics: GatewayMetrics
+) -> None:
+    """Probe all replicas of all teachers for ever."""
+    async with asyncio.TaskGroup() as tasks:
+        for pool in pools.values():
+            for replica in pool.replicas:
+                tasks.create_task(watch(pool, replica, clients[replica], metrics))

@@ -1,0 +1,182 @@
+"""One request through the gateway: choose a replica, try, try another, give up in time.
+
+    body ──▶ Pool.choose ──▶ ReplicaClient.score ──▶ an answer that is the client's business ──▶ returned untouched
+                 ▲                   │
+                 └── another one ◀───┴─ no connection, timeout, noise, 5xx, full (429, 503 with Retry-After)
+
+Scoring changes nothing at a replica, so every failed request may be tried again. Each replica that was not tried yet gets
+its share of the time that is left, so that one that hangs does not use up the whole deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.pool import Pool
+from services.gateway.replica import Attempt, Replica
+from services.gateway.routing import TIMEOUT_HEADER
+from services.gateway.upstream import Answer, AnswerTooLarge, AttemptError, ReplicaClient
+from shared import log
+from shared.errors import Problem
+
+MAX_ATTEMPTS = 4
+"""Most replicas that one request is sent to."""
+
+_FAIR_SHARE = 0.1
+"""A timeout counts against a replica only if it had this part of the gateway's own limit: else a client in a hurry could
+have every replica ejected."""
+
+_log = log.get(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Inbound:
+    """A client's request, ready to be sent on.
+
+    Attributes:
+        headers: what is sent to the replica, nothing else of the client's headers is.
+        deadline: on the clock of time.monotonic.
+    """
+
+    request_id: str
+    body: bytes
+    headers: dict[str, str]
+    num_tokens: int
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an attempt gave no answer for the client. `retry_after_s` is set when the replica was only full."""
+
+    reason: str
+    retry_after_s: float | None = None
+
+
+class Proxy:
+    """Sends requests to the replicas of a pool until one answers."""
+
+    def __init__(
+        self,
+        clients: Mapping[Replica, ReplicaClient],
+        metrics: GatewayMetrics,
+        *,
+        request_timeout_s: float,
+        retry_after_s: float,
+    ) -> None:
+        self._clients = clients
+        self._metrics = metrics
+        self._request_timeout_s = request_timeout_s
+        self._retry_after_s = retry_after_s
+
+    async def forward(self, pool: Pool, inbound: Inbound) -> tuple[Answer, Replica]:
+        """The first usable answer, and who gave it.
+
+        Raises:
+            Problem: 413 for an answer over the limit, 429 when all replicas are full, 503 when none can answer (the detail
+                names them and their last errors), 504 when the deadline passed.
+        """
+        failures: dict[Replica, Failure] = {}
+        while len(failures) < MAX_ATTEMPTS and (replica := pool.choose(exclude=failures)):
+            left_s = inbound.deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            untried = sum(other.is_serving and other not in failures for other in pool.replicas)
+            budget_s = left_s / min(untried, MAX_ATTEMPTS - len(failures))
+            outcome = await self._attempt(pool, replica, inbound, budget_s)
+            if isinstance(outcome, Answer):
+                return outcome, replica
+            failures[replica] = outcome
+            self._metrics.retries.labels(pool.name, replica.name).inc()
+        raise self._give_up(pool, failures, is_late=time.monotonic() >= inbound.deadline)
+
+    async def _attempt(self, pool: Pool, replica: Replica, inbound: Inbound, budget_s: float) -> Answer | Failure:
+        started = time.monotonic()
+        headers = {**inbound.headers, TIMEOUT_HEADER: f"{budget_s:.3f}"}
+        counts = budget_s >= _FAIR_SHARE * self._request_timeout_s
+        outcome = "cancelled"
+        try:
+            with replica.attempt(inbound.num_tokens) as attempt:
+                try:
+                    async with asyncio.timeout(budget_s):
+                        answer = await self._clients[replica].score(inbound.body, headers, budget_s)
+                except (AttemptError, TimeoutError) as error:
+                    is_timeout = isinstance(error, TimeoutError) or error.is_timeout
+                    reason = f"no answer within {budget_s:.1f} s" if is_timeout else str(error)
+                    failure = Failure(reason)
+                    _judge(attempt, failure, counts=counts or not is_timeout)
+                except AnswerTooLarge:
+                    outcome = "too_large"
+                    raise Problem(
+                        "opd:too-large", "the answer is larger than this gateway passes on: send fewer sequences or a smaller top_k"
+                    ) from None
+                else:
+                    failure = _read_failure(answer)
+                    if failure is None:
+                        outcome = "answered"
+                        attempt.succeeded()
+                        self._metrics.attempt_seconds.labels(pool.name, replica.name).observe(time.monotonic() - started)
+                        self._metrics.tokens.labels(pool.name, replica.name).inc(inbound.num_tokens)
+                        return answer
+                    _judge(attempt, failure, counts=counts or answer.status != 504)
+            outcome = "failed" if failure.retry_after_s is None else "full"
+        finally:
+            self._metrics.attempts.labels(pool.name, replica.name, outcome).inc()
+        _log.warning(
+            "attempt_failed",
+            extra=log.fields(
+                teacher=pool.name, replica=replica.name, reason=failure.reason, state=replica.state,
+                request_id=inbound.request_id,
+            ),
+        )  # fmt: skip
+        return failure
+
+    def _give_up(self, pool: Pool, failures: Mapping[Replica, Failure], *, is_late: bool) -> Problem:
+        tried = "; ".join(f"{replica.name}: {failure.reason}" for replica, failure in failures.items())
+        if is_late:
+            return Problem("opd:deadline", f"teacher {pool.name!r} did not answer in time ({tried or 'none was tried'})")
+        if failures and all(failure.retry_after_s is not None for failure in failures.values()):
+            wait_s = min(failure.retry_after_s or 0.0 for failure in failures.values())
+            return Problem(
+                "opd:overloaded", f"all replicas of teacher {pool.name!r} are full ({tried})", retry_after_s=wait_s
+            )
+        others = "; ".join(
+            f"{replica.name}: {replica.state.value}, {replica.last_error or 'not asked yet'}"
+            for replica in pool.replicas
+            if replica not in failures
+        )
+        detail = "; ".join(part for part in (tried, others) if part)
+        return Problem(
+            "opd:unavailable",
+            f"no replica of teacher {pool.name!r} can answer ({detail})",
+            retry_after_s=self._retry_after_s,
+        )
+
+
+def _judge(attempt: Attempt, failure: Failure, *, counts: bool) -> None:
+    if failure.retry_after_s is not None or not counts:
+        attempt.overloaded(failure.reason)
+    else:
+        attempt.failed(failure.reason)
+
+
+def _read_failure(answer: Answer) -> Failure | None:
+    """None when the answer is the client's business, else why another replica should be asked."""
+    status = answer.status
+    said = answer.body[:200].decode(errors="replace")
+    if status in (401, 403):
+        return Failure(f"it refuses this gateway's key with {status}: set the same OPD_API_KEY for both")
+    if status == 429 or (status == 503 and "retry-after" in answer.headers):
+        return Failure(f"it is full ({status})", retry_after_s=_seconds(answer.headers.get("retry-after", "")))
+    if status >= 500 and status != 501:
+        return Failure(f"it answered {status}: {said}")
+    return None
+
+
+def _seconds(text: str) -> float:
+    """A Retry-After header in seconds; one second for a date or noise, at most a minute."""
+    return min(float(text), 60.0) if text.isascii() and text.isdigit() else 1.0

@@ -1,0 +1,146 @@
+"""HTTP to one replica: send bytes, read a bounded answer, ask how it is. The only file that knows httpx.
+
+An answer is read in full before the client sees its first byte: a replica that dies midway can then be replaced by
+another without the client noticing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+MAX_ANSWER_BYTES = 256 * 2**20
+CONNECT_TIMEOUT_S = 2.0
+PROBE_TIMEOUT_S = 5.0
+
+_MAX_PROBE_BYTES = 2**20
+_KEEPALIVE_S = 3.0  # less than uvicorn's 5 s: the replica must not close a connection just as a request goes out on it
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEPALIVE_S)
+
+
+class AttemptError(Exception):
+    """No usable answer came back.
+
+    Attributes:
+        is_timeout: the time given to the attempt ran out.
+    """
+
+    def __init__(self, reason: str, *, is_timeout: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.is_timeout = is_timeout
+
+
+class AnswerTooLarge(Exception):
+    """The answer exceeds MAX_ANSWER_BYTES; another replica would say the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete answer of a replica, body untouched."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class ReplicaClient:
+    """Connections to one replica. Its address comes from the configuration alone: nothing of a request changes it.
+
+    Args:
+        url: scheme, host and port.
+        key: the key that this gateway shows to the replica, or None.
+    """
+
+    def __init__(self, url: str, key: str | None) -> None:
+        headers = {"accept-encoding": "identity"}
+        if key is not None:
+            headers["authorization"] = f"Bearer {key}"
+        self._client = httpx.AsyncClient(
+            base_url=url, headers=headers, limits=_LIMITS, trust_env=False, follow_redirects=False
+        )
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def score(self, body: bytes, headers: dict[str, str], timeout_s: float) -> Answer:
+        """POST /logprobs. The caller bounds the total time; `timeout_s` bounds each single wait.
+
+        Raises:
+            AttemptError: no connection, no complete answer, or one that is not a scoring answer.
+            AnswerTooLarge: see there.
+        """
+        timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
+        request = self._client.build_request("POST", "/logprobs", content=body, headers=headers, timeout=timeout)
+        answer = await self._exchange(request, MAX_ANSWER_BYTES)
+        if answer.status == 200:
+            _check_scores(answer)
+        elif not 400 <= answer.status < 600:
+            raise AttemptError(f"it answered with HTTP status {answer.status}")
+        return answer
+
+    async def is_ready(self) -> tuple[bool, str]:
+        """GET /readyz: (ready, what it says). Raises AttemptError when it does not answer."""
+        answer = await self._get("/readyz")
+        return answer.status == 200, f"/readyz says {answer.status}: {answer.body[:200].decode(errors='replace')}"
+
+    async def info(self) -> dict[str, Any]:
+        """GET /info. Raises AttemptError when it is not a map with a fingerprint."""
+        answer = await self._get("/info")
+        if answer.status != 200:
+            raise AttemptError(f"/info says {answer.status}: {answer.body[:200].decode(errors='replace')}")
+        try:
+            info = json.loads(answer.body)
+        except (ValueError, RecursionError) as error:
+            raise AttemptError("/info is not JSON") from error
+        if not isinstance(info, dict) or not isinstance(info.get("fingerprint"), str):
+            raise AttemptError("/info has no fingerprint")
+        return info
+
+    async def _get(self, path: str) -> Answer:
+        timeout = httpx.Timeout(PROBE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+        return await self._exchange(self._client.build_request("GET", path, timeout=timeout), _MAX_PROBE_BYTES)
+
+    async def _exchange(self, request: httpx.Request, max_bytes: int) -> Answer:
+        try:
+            response = await self._client.send(request, stream=True)
+            try:
+                body = await _read(response, max_bytes)
+            finally:
+                await response.aclose()
+        except httpx.TimeoutException as error:
+            raise AttemptError(f"timed out ({type(error).__name__})", is_timeout=True) from error
+        except httpx.HTTPError as error:
+            raise AttemptError(f"{type(error).__name__}: {error}") from error
+        return Answer(response.status_code, dict(response.headers), body)
+
+
+async def _read(response: httpx.Response, max_bytes: int) -> bytes:
+    declared = response.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise AnswerTooLarge
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in response.aiter_raw():
+        size += len(chunk)
+        if size > max_bytes:
+            raise AnswerTooLarge
+        chunks.append(chunk)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def _check_scores(answer: Answer) -> None:
+    """AttemptError for what is no map in the codec it claims: an error page, a truncated proxy answer, noise."""
+    media_type = answer.headers.get("content-type", "").split(";", 1)[0].strip().lower()
+    first = answer.body[:1]
+    if media_type == "application/json":
+        is_map = first == b"{"
+    elif media_type in ("application/msgpack", "application/x-msgpack"):
+        is_map = bool(first) and (0x80 <= first[0] <= 0x8F or first[0] in (0xDE, 0xDF))
+    else:
+        raise AttemptError(f"it answered 200 with content-type {media_type[:60]!r}")
+    if not is_map:
+        raise AttemptError(f"it answered 200 with a body that is no {media_type} map")

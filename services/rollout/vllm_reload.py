@@ -1,0 +1,62 @@
+"""Worker-side half of a weight load: runs inside vLLM's worker process as its `worker_extension_cls`.
+
+Why not plain `reload_weights`: on the CPU build every linear layer keeps a *packed copy* of its weight. The layerwise
+reload re-packs a layer when tensors arrive for it, but none ever arrive for a tied `lm_head` (the checkpoint has only
+`model.embed_tokens.weight`), so its packed copy keeps the old weights and the served logprobs are silently those of a
+model that never existed. Here the head is packed again after every load. Unlike `reload_weights` this also fails when
+the push lacks a tensor, instead of leaving the old one in place with a warning.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every *.safetensors file in a push, in the file's order (which is by layer for trainers)."""
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            for name in tensors.keys():
+                yield name, tensors.get_tensor(name)
+
+
+class WeightReload:
+    """Mixed into vLLM's Worker; `model_runner` and `vllm_config` are the worker's."""
+
+    model_runner: GPUModelRunner
+    vllm_config: VllmConfig
+
+    def opd_load_weights(self, path: str) -> float:
+        """Load all tensors of the push folder `path` in place. Returns seconds taken.
+
+        Raises ValueError naming tensors that the model has and the push lacks; the model is then not usable.
+        """
+        started = time.perf_counter()
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config), torch.inference_mode():
+            expected = {name for name, _ in model.named_parameters()}
+            initialize_layerwise_reload(model)
+            loaded = model.load_weights(read_tensors(Path(path)))
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            if missing := expected - loaded:
+                raise ValueError(f"the push lacks {len(missing)} tensors of the model, e.g. {sorted(missing)[:3]}")
+            self._pack_tied_heads(model)
+        return time.perf_counter() - started
+
+    def _pack_tied_heads(self, model: torch.nn.Module) -> None:
+        """Make every lm_head that shares another module's weight compute with its present values."""
+        for module in model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)

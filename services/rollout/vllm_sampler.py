@@ -1,0 +1,196 @@
+"""The student on vLLM's AsyncLLM: sampling with logprobs, scoring for canaries, weight loads under running requests.
+
+**Loading weights.** vLLM's keep-pause freezes what is in flight between two engine steps; then the worker extension
+(`vllm_reload.py`) replaces the weights, the engine's weight version is set, the KV cache is dropped *also for running
+requests* (so that their context is computed again with the new weights), and the engine goes on. Nothing in flight is
+lost or restarted: a completion that lived through a load has one version span per version that wrote tokens of it,
+and each token's logprob is that of the version that sampled it. Spans are the engine's own: it stamps the outputs of
+every step with the version in force, and the version only changes while no step runs.
+
+**Logprobs** are the raw ones (temperature 1, before any sampling filter) of the sampled token, from a float32 head.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from services.rollout.sampler import Completion
+from shared.errors import ConfigError, WeightsError
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+SHUTDOWN_TIMEOUT_S = 5.0
+
+
+class VllmSampler:
+    """See sampler.Sampler. One engine, one device; several workers are several processes."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        dtype: str,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int = 2048,
+        kv_cache_bytes: int | None = None,
+        threads: int | None = None,
+        stop_token_ids: list[int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.version = 0
+        self.load_s = 0.0
+        self.pause_s = 0.0
+        self._threads = threads
+        self._stop_token_ids = stop_token_ids or None
+        self._engine: AsyncLLM | None = None
+        self._request_ids = itertools.count()
+        self._loading = asyncio.Lock()
+        self._engine_args: dict[str, Any] = {
+            "model": str(model),
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max(max_num_batched_tokens, max_num_seqs),
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "seed": seed,
+            # No compiled graph may hold on to old weights, and warm-up is most of the start-up time.
+            "enforce_eager": True,
+            # Prompts come and responses go as token ids; where to stop is said with every request.
+            "skip_tokenizer_init": True,
+            "hf_overrides": {"head_dtype": "float32"},
+            # Sampling defaults hidden in the folder's generation_config (top_p, penalties) would bend the policy.
+            "generation_config": "vllm",
+            "logprobs_mode": "raw_logprobs",
+            "worker_extension_cls": "services.rollout.vllm_reload.WeightReload",
+            "disable_log_stats": True,
+            "enable_log_requests": False,
+            "use_tqdm_on_load": False,
+        }
+
+    async def start(self) -> None:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if self._threads is not None:
+            # The engine's own binding would put every engine of a machine on the same cores.
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            os.environ["OMP_NUM_THREADS"] = str(self._threads)
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_args))
+        except (ValueError, RuntimeError, OSError) as error:
+            raise ConfigError(f"student.model {self.model}: the engine cannot serve it: {_first_line(error)}") from error
+        await self._engine.update_weight_version("0")
+
+    async def sample(
+        self, token_ids: list[int], *, n: int, max_tokens: int, temperature: float = 1.0, seed: int | None = None
+    ) -> list[Completion]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            n=n,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            stop_token_ids=self._stop_token_ids,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        outputs = await self._generate(token_ids, params)
+        return [_completion(output) for output in sorted(outputs, key=lambda output: output.index)]
+
+    async def score(self, token_ids: list[int]) -> np.ndarray:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        request = await self._run(token_ids, params)
+        flat = request.prompt_logprobs
+        # Position 0 has no row; position i > 0 has its own token first.
+        starts = np.asarray(flat.start_indices[1:])
+        return np.asarray(flat.logprobs, np.float32)[starts]
+
+    async def load_weights(self, path: Path, version: int) -> None:
+        engine = self._running()
+        async with self._loading:
+            started = time.perf_counter()
+            # The cache is kept here and dropped below: only then are the new weights in place.
+            await engine.pause_generation(mode="keep", clear_cache=False)
+            try:
+                (self.load_s,) = await engine.collective_rpc("opd_load_weights", args=(str(path),))
+                await engine.update_weight_version(str(version))
+                if not await engine.reset_prefix_cache(reset_running_requests=True):
+                    raise WeightsError(f"weights v{version}: the engine did not drop its KV cache of older weights")
+            except WeightsError:
+                raise
+            except Exception as error:  # whatever the engine raises, its weights are now undefined
+                raise WeightsError(f"weights v{version} from {path}: the engine failed to load them: {error}") from error
+            self.version = version
+            await engine.resume_generation()
+            self.pause_s = time.perf_counter() - started
+
+    async def close(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await asyncio.get_running_loop().run_in_executor(None, engine.shutdown, SHUTDOWN_TIMEOUT_S)
+
+    @property
+    def alive(self) -> bool:
+        return self._engine is not None and not self._engine.errored
+
+    def _running(self) -> AsyncLLM:
+        if self._engine is None:
+            raise RuntimeError("the sampler is not started, or closed")
+        return self._engine
+
+    async def _generate(self, token_ids: list[int], params: SamplingParams) -> list[CompletionOutput]:
+        return (await self._run(token_ids, params)).outputs
+
+    async def _run(self, token_ids: list[int], params: SamplingParams) -> Any:
+        """The final RequestOutput. Cancelling the caller aborts the request in the engine."""
+        final = None
+        request_id = str(next(self._request_ids))
+        async for output in self._running().generate({"prompt_token_ids": token_ids}, params, request_id):
+            final = output
+        if final is None or not final.finished:
+            raise RuntimeError(f"engine request {request_id} ended without an output")
+        return final
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    if output.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"completion ended with {output.finish_reason!r}: the engine aborted it")
+    token_ids = list(output.token_ids)
+    flat = output.logprobs
+    logprobs = np.asarray(flat.logprobs, np.float32)[np.asarray(flat.start_indices)]
+    spans = [(int(span.version), span.end - span.start) for span in output.weight_versions or []]
+    if len(logprobs) != len(token_ids) or sum(num for _, num in spans) != len(token_ids):
+        raise RuntimeError(f"engine output is inconsistent: {len(token_ids)} tokens, {len(logprobs)} logprobs, {spans}")
+    return Completion(token_ids, logprobs, spans, output.finish_reason)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,377 @@
+"""The configuration of a run: one YAML file, checked before anything starts. Every default of the system lives here.
+
+`load_run` reads the file, applies `--set dotted.key=value` overrides and validates; a service then takes the sections
+it needs with `select` and never sees the rest. Relative paths are relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shared.errors import ConfigError
+
+Dtype = Literal["float32", "bfloat16"]
+LossName = Literal["forward_kl", "policy_gradient"]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Positive = Annotated[int, Field(ge=1)]
+ServiceName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+
+
+class Section(BaseModel):
+    """A part of the configuration; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class RunSection(Section):
+    """Name, place and length of the run."""
+
+    name: ServiceName
+    dir: Path
+    steps: Positive
+    seed: int = 0
+
+
+class StudentSection(Section):
+    """The model that learns."""
+
+    model: Path
+    dtype: Dtype = "bfloat16"
+    max_model_len: Positive
+
+
+class TeacherSection(Section):
+    """One teacher, served by one replica per port, and what its opinion counts for in the loss."""
+
+    model: Path
+    dtype: Dtype = "bfloat16"
+    host: str = "127.0.0.1"
+    ports: list[Port] = Field(default=[8101], min_length=1)
+    max_model_len: Positive = 4096
+    max_top_k: Positive = 256
+    max_num_batched_tokens: Annotated[int, Field(ge=32, le=2048)] = 2048
+    max_num_seqs: Positive = 64
+    max_queued_tokens: Positive = 262_144
+    max_body_bytes: Positive = 16 * 2**20
+    kv_cache_bytes: Positive = 256 * 2**20
+    threads: Positive = 1
+    loss: LossName = "forward_kl"
+    coefficient: Annotated[float, Field(gt=0)] = 1.0
+
+
+class SourceSection(Section):
+    """A source of prompts: a JSONL file, or a task that generates them.
+
+    Its prompts are routed by `data_source`; `weight` is its share in the mixture.
+    """
+
+    data_source: str
+    file: Path | None = None
+    task: str | None = None
+    params: dict[str, Any] = {}
+    size: Positive = 1000
+    format: Literal["raw", "chat"] = "raw"
+    system_prompt: str | None = None
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> SourceSection:
+        if (self.file is None) == (self.task is None):
+            raise ValueError("give either `file` (JSONL) or `task` (generated prompts)")
+        return self
+
+
+class PromptsSection(Section):
+    """The prompts that the student answers."""
+
+    sources: list[SourceSection] = Field(min_length=1)
+    shuffle: bool = True
+
+
+class GatewaySection(Section):
+    """The load balancer in front of all teachers."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8100
+    request_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    max_body_bytes: Positive = 16 * 2**20
+    eject_after_failures: Positive = 2
+    probe_interval_s: Annotated[float, Field(gt=0)] = 1.0
+
+
+class RedisSection(Section):
+    """Where stream and state live. Without a url `opd up` starts an embedded Valkey in the run's folder."""
+
+    url: str | None = None
+
+
+class RolloutSection(Section):
+    """Workers that sample from the student. `n` completions a prompt; the teacher scores `top_k` ids a token."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8200
+    n: Positive = 4
+    max_tokens: Positive = 64
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 64
+    concurrency: Positive = 32
+    max_num_seqs: Positive = 128
+    kv_cache_bytes: Positive = 256 * 2**20
+    threads: Positive = 1
+    lease_s: Annotated[float, Field(gt=0)] = 60.0
+    max_attempts: Positive = 5
+
+    @model_validator(mode="after")
+    def _temperature_is_one(self) -> RolloutSection:
+        if self.temperature != 1.0:
+            raise ValueError(
+                "rollout.temperature other than 1 samples from another policy than the one whose divergence the losses "
+                "measure; no loss here states an objective for that, so write 1.0"
+            )
+        return self
+
+
+class FlowSection(Section):
+    """How far sampling may run ahead of training."""
+
+    max_staleness: Annotated[int, Field(ge=0)] = 4
+    max_queue_bytes: Positive = 256 * 2**20
+
+
+class TrainerSection(Section):
+    """Optimizer, batch and checkpoints. `batch_size` counts trajectories a step over all ranks."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8300
+    batch_size: Positive = 64
+    microbatch_tokens: Positive = 2048
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    ratio_clip: Annotated[float, Field(gt=0)] = 0.2
+    max_importance_weight: Annotated[float, Field(gt=0)] = 2.0
+    tensor_parallel: Positive = 1
+    pipeline_parallel: Positive = 1
+    checkpoint_every: Positive = 10
+    keep_checkpoints: Positive = 2
+    keep_weights: Annotated[int, Field(ge=2)] = 3
+    max_bad_trajectories: Annotated[float, Field(ge=0, le=1)] = 0.05
+    max_skipped_steps: Positive = 5
+    data_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    threads: Positive = 2
+
+
+class EvalSection(Section):
+    """Evaluation on held-out prompts, before the first step, every `every_steps` (0: never) and after the last."""
+
+    size: Positive = 64
+    every_steps: Annotated[int, Field(ge=0)] = 0
+
+
+class RunConfig(Section):
+    """Everything a run needs."""
+
+    run: RunSection
+    student: StudentSection
+    teachers: dict[ServiceName, TeacherSection] = Field(min_length=1)
+    routes: dict[str, str]
+    prompts: PromptsSection
+    gateway: GatewaySection = GatewaySection()
+    redis: RedisSection = RedisSection()
+    rollout: RolloutSection = RolloutSection()
+    flow: FlowSection = FlowSection()
+    trainer: TrainerSection = TrainerSection()
+    eval: EvalSection = EvalSection()
+
+    @model_validator(mode="after")
+    def _agrees(self) -> RunConfig:
+        for data_source, teacher in self.routes.items():
+            if teacher not in self.teachers:
+                known = ", ".join(sorted(self.teachers))
+                raise ValueError(f"routes.{data_source}: there is no teacher {teacher!r}; known teachers: {known}")
+        for source in self.prompts.sources:
+            if source.data_source not in self.routes:
+                raise ValueError(
+                    f"data_source {source.data_source!r} has no teacher: add `{source.data_source}: TEACHER` under routes"
+                )
+        for name, teacher_ in self.teachers.items():
+            if teacher_.loss == "forward_kl" and self.rollout.top_k < 1:
+                raise ValueError(f"teachers.{name}.loss forward_kl needs rollout.top_k of at least 1")
+            if self.rollout.top_k > teacher_.max_top_k:
+                raise ValueError(
+                    f"rollout.top_k={self.rollout.top_k} is over teachers.{name}.max_top_k={teacher_.max_top_k}: "
+                    "lower the one or raise the other"
+                )
+        self._check_batches()
+        return self
+
+    def _check_batches(self) -> None:
+        if self.trainer.batch_size % self.rollout.n:
+            raise ValueError(
+                f"trainer.batch_size={self.trainer.batch_size} must be a multiple of rollout.n={self.rollout.n}, "
+                "since a prompt's completions arrive together"
+            )
+        if self.rollout.max_tokens >= self.student.max_model_len:
+            raise ValueError(
+                f"rollout.max_tokens={self.rollout.max_tokens} leaves no room for a prompt in "
+                f"student.max_model_len={self.student.max_model_len}"
+            )
+
+
+_REMOVED = {
+    "enable_resource_pool": "teachers always run on their own; delete the key and set teachers.NAME.ports (one replica each)",
+    "teacher_model": "name every teacher under `teachers:` (teachers.NAME.model: PATH) and route to it under `routes:`",
+    "teacher": "name every teacher under `teachers:` (teachers.NAME.model: PATH) and route to it under `routes:`",
+    "n_gpus_per_node": "replicas are processes or containers: set teachers.NAME.ports, or scale the service",
+    "teacher_models": "write `teachers:` with one entry per teacher name",
+}
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read and check a run's configuration.
+
+    Args:
+        path: the YAML file.
+        overrides: `dotted.key=value` texts; values are read as YAML.
+
+    Raises:
+        ConfigError: names the file, the key, what is wrong with it and what to write instead.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from error
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections (run, student, teachers, routes, prompts, …)")
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse(RunConfig, tree, origin=str(path))
+
+
+def parse(model: type[ConfigT], tree: dict[str, Any], *, origin: str) -> ConfigT:
+    """Validate a tree against a model; all faults are reported in one ConfigError."""
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(model, item) for item in error.errors(include_url=False)]
+        raise ConfigError(f"{origin}: " + "; ".join(lines)) from error
+
+
+def select(view: type[ConfigT], run: RunConfig) -> ConfigT:
+    """The part of a run's configuration that a service asks for: the sections that are fields of `view`."""
+    return view.model_validate({name: getattr(run, name) for name in view.model_fields})
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Adds `--config FILE` and `--set dotted.key=value` to a service's command line."""
+    parser.add_argument("--config", type=Path, required=required, help="the run's YAML file")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key, e.g. trainer.lr=1e-5"
+    )
+
+
+def check_model_folder(path: Path, *, setting: str) -> None:
+    """Raises ConfigError unless `path` is a readable Hugging Face model folder; `setting` is the key that names it."""
+    if not path.is_dir():
+        raise ConfigError(
+            f"{setting}: there is no model folder {path}; give a folder with config.json, tokenizer.json and *.safetensors "
+            "(`opd fetch` makes some)"
+        )
+    wanted = [path / "config.json", path / "tokenizer.json", *sorted(path.glob("*.safetensors"))]
+    if len(wanted) < 3:
+        raise ConfigError(f"{setting}: {path} holds no *.safetensors file; weights in other formats are not read")
+    for file in wanted:
+        try:
+            with file.open("rb") as handle:
+                handle.read(1)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{setting}: {path} lacks {file.name}") from error
+        except PermissionError as error:
+            import getpass
+
+            raise ConfigError(
+                f"{setting}: user {getpass.getuser()} may not read {file}; make it readable (chmod a+r)"
+            ) from error
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, sign, text = override.partition("=")
+    if not sign or not key:
+        raise ConfigError(f"--set {override}: write it as dotted.key=value")
+    node: Any = tree
+    parts = key.split(".")
+    for part in parts[:-1]:
+        if isinstance(node, list):
+            node = _list_item(node, part, override)
+            continue
+        if node.get(part) is None:
+            node[part] = {}
+        node = node[part]
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"--set {override}: {part!r} is a value, not a section")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override}: the value is not YAML") from error
+    if isinstance(value, str):
+        value = _number(value)
+    if isinstance(node, list):
+        _list_item(node, parts[-1], override)
+        node[int(parts[-1])] = value
+    else:
+        node[parts[-1]] = value
+
+
+def _number(text: str) -> str | float:
+    """YAML 1.1 takes 1e-5 for a string; people mean a number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _list_item(items: list[Any], index: str, override: str) -> Any:
+    if not index.isdigit() or int(index) >= len(items):
+        raise ConfigError(f"--set {override}: {index!r} is not an index into a list of {len(items)}")
+    return items[int(index)]
+
+
+def _explain(model: type[BaseModel], item: Any) -> str:
+    location = ".".join(str(part) for part in item["loc"])
+    if item["type"] != "extra_forbidden":
+        message = item["msg"].removeprefix("Value error, ")
+        return f"{location}: {message}" if location else message
+    key = str(item["loc"][-1])
+    if key in _REMOVED:
+        return f"{location}: this key does not exist here; {_REMOVED[key]}"
+    known = _known_keys(model, item["loc"][:-1])
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+    return f"{location}: unknown key; {hint}"
+
+
+def _known_keys(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
+    """Field names of the section at `location`, found by walking the annotations."""
+    current: Any = model
+    for part in location:
+        if isinstance(current, type) and issubclass(current, BaseModel):
+            current = current.model_fields[part].annotation
+        else:
+            current = current.__args__[-1]  # dict[str, X] or list[X]
+    return sorted(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else []
