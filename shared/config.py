@@ -158,8 +158,6 @@ class TrainerSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    ratio_clip: Annotated[float, Field(gt=0)] = 0.2
-    max_importance_weight: Annotated[float, Field(gt=0)] = 2.0
     tensor_parallel: Positive = 1
     pipeline_parallel: Positive = 1
     checkpoint_every: Positive = 10
@@ -282,7 +280,12 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool) -> 
     """Adds `--config FILE` and `--set dotted.key=value` to a service's command line."""
     parser.add_argument("--config", type=Path, required=required, help="the run's YAML file")
     parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key, e.g. trainer.lr=1e-5"
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key, e.g. trainer.lr=1e-5",
     )
 
 

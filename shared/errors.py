@@ -1,14 +1,14 @@
 """Every error that crosses a module border, in one tree.
 
-    OpdError
-    ├── ConfigError     the run cannot start: what is wrong, where, and the mend (exit code 2)
-    ├── Problem         an HTTP answer, RFC 9457 problem details
-    ├── WireError       bytes that are not what they claim to be
-    ├── PayloadError    a trajectory that must not be trained on
-    ├── TeacherError    a teacher could not score
-    ├── WeightsError    a weight push that must not be loaded
-    ├── LeaseLost       a prompt that somebody else has by now
-    └── RunFailed       the run cannot go on; the reason is stored in the run's state
+OpdError
+├── ConfigError     the run cannot start: what is wrong, where, and the mend (exit code 2)
+├── Problem         an HTTP answer, RFC 9457 problem details
+├── WireError       bytes that are not what they claim to be
+├── PayloadError    a trajectory that must not be trained on
+├── TeacherError    a teacher could not score
+├── WeightsError    a weight push that must not be loaded
+├── LeaseLost       a prompt that somebody else has by now
+└── RunFailed       the run cannot go on; the reason is stored in the run's state
 """
 
 from __future__ import annotations

@@ -42,5 +42,5 @@ class Keys:
 
 
 _NAMES = frozenset(
-    "state cursor leases holders attempts reasons trajectories sizes waiting waiting_bytes produced dead counters policy".split()
+    ["state", "cursor", "leases", "holders", "attempts", "reasons", "trajectories", "sizes", "waiting", "waiting_bytes", "produced", "dead", "counters", "policy"]
 )

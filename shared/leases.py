@@ -24,7 +24,8 @@ from shared.keys import Keys
 _TAKE = """
 local state, cursor, leases, holders, attempts, reasons, waiting, waiting_bytes, dead, counters = unpack(KEYS)
 local token, worker_version, ttl_ms, n = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local batch, max_staleness, max_bytes, max_attempts = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local batch, max_staleness = tonumber(ARGV[5]), tonumber(ARGV[6])
+local max_bytes, max_attempts = tonumber(ARGV[7]), tonumber(ARGV[8])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local s = redis.call('HMGET', state, 'version', 'needed', 'done', 'failed')

@@ -58,14 +58,17 @@ for _, entry in ipairs(ARGV) do
 end
 """
 
-_ANNOUNCE = """
+_ANNOUNCE = (
+    """
 local policy, state, kept = KEYS[3], KEYS[4], table.remove(ARGV, 1)
 local body, version, step, needed = unpack(ARGV, 1, 4)
 if tonumber(redis.call('HGET', state, 'version') or -1) >= tonumber(version) then return end
 redis.call('XADD', policy, 'MAXLEN', '~', kept, '*', 'body', body)
 redis.call('HSET', state, 'version', version, 'step', step, 'needed', needed)
 for i = 1, 4 do table.remove(ARGV, 1) end
-""" + _SETTLE
+"""
+    + _SETTLE
+)
 
 
 class Policy:

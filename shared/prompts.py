@@ -3,8 +3,9 @@
 `PromptSet.record_for(seq)` is a function of the configuration and the seed alone, so that any worker computes the same
 record for the same sequence number, before and after a crash. Prompts held out for evaluation are never among them.
 
-A line of a prompt file: {"prompt": str | "messages": [{"role", "content"}], "data_source": str, "answer": str, "task": str}
-where everything but the first is optional (`data_source` defaults to the source's own).
+A line of a prompt file is {"prompt": str, "data_source": str, "answer": str, "task": str}, or the same with
+"messages": [{"role": str, "content": str}, ...] instead of "prompt". All but the prompt is optional; `data_source`
+and `task` default to the source's own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
 from math import gcd, lcm
-from pathlib import Path
 from typing import Any
 
 from shared import tasks
@@ -54,7 +54,11 @@ class PromptSet:
         self._trained: list[list[PromptRecord]] = []
         self._held_out: list[list[PromptRecord] | None] = []
         for source in self._sources:
-            trained, held_out = _read_file(source) if source.file is not None else (_generate_training(source, seed), None)
+            held_out: list[PromptRecord] | None = None
+            if source.file is not None:
+                trained, held_out = _read_file(source)
+            else:
+                trained = _generate(source, seed, source.size, held_out=False)
             if not trained:
                 raise ConfigError(f"the source {source.data_source!r} ({_origin(source)}) has no prompts to train on")
             self._trained.append(trained)
@@ -90,7 +94,7 @@ class PromptSet:
         """
         by_data_source: dict[str, list[PromptRecord]] = {name: [] for name in sorted(self.data_sources)}
         for source, from_file in zip(self._sources, self._held_out, strict=True):
-            records = _generate_held_out(source, size) if from_file is None else from_file
+            records = _generate(source, HELD_OUT_SEED, size, held_out=True) if from_file is None else from_file
             for record in records:
                 by_data_source[record.data_source].append(record)
         return {
@@ -125,14 +129,6 @@ def _mixing_cycle(weights: Sequence[float]) -> list[int]:
     return cycle
 
 
-def _generate_training(source: SourceSection, seed: int) -> list[PromptRecord]:
-    return _generate(source, seed, source.size, held_out=False)
-
-
-def _generate_held_out(source: SourceSection, size: int) -> list[PromptRecord]:
-    return _generate(source, HELD_OUT_SEED, size, held_out=True)
-
-
 def _generate(source: SourceSection, seed: int, size: int, held_out: bool) -> list[PromptRecord]:
     """Distinct prompts from one side of the split."""
     assert source.task is not None
@@ -144,7 +140,8 @@ def _generate(source: SourceSection, seed: int, size: int, held_out: bool) -> li
                 chosen.setdefault(item.prompt, item)
             if len(chosen) == size:
                 break
-    return [_record(source, item.prompt, None, source.data_source, item.answer, source.task) for item in chosen.values()]
+    items = chosen.values()
+    return [_record(source, item.prompt, None, source.data_source, item.answer, source.task) for item in items]
 
 
 def _read_file(source: SourceSection) -> tuple[list[PromptRecord], list[PromptRecord]]:
@@ -157,9 +154,8 @@ def _read_file(source: SourceSection) -> tuple[list[PromptRecord], list[PromptRe
             f"cannot read the prompt file {source.file} of {source.data_source!r}: {error.strerror}; "
             "give the path of a JSONL file in prompts.sources[].file"
         ) from error
-    records = [
-        _parse_line(source, line, f"{source.file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()
-    ]
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    records = [_parse_line(source, line, f"{source.file}, line {number}") for number, line in numbered]
     hashes = sorted({_text_hash(record) for record in records})
     kept_back = set(hashes[: len(hashes) // tasks.HELD_OUT_ONE_IN])
     trained = [record for record in records if _text_hash(record) not in kept_back]
@@ -171,7 +167,7 @@ def _parse_line(source: SourceSection, raw: bytes, where: str) -> PromptRecord:
     try:
         line = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from error
+        raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{where}: not JSON ({error.msg} at column {error.colno}); write one object a line, "
@@ -206,9 +202,9 @@ def _checked_messages(messages: Any, where: str) -> list[Message]:
             or set(message) != {"role", "content"}
             or not all(isinstance(value, str) for value in message.values())
         ):
-            raise ConfigError(f"{where}: `messages[{number}]` must have `role` and `content`, both text, and nothing else")
+            raise ConfigError(f"{where}: `messages[{number}]` must have `role` and `content`, both text, no more")
     if messages[-1]["role"] == "assistant":
-        raise ConfigError(f"{where}: the last message is the assistant's, but the student answers; end with role `user`")
+        raise ConfigError(f"{where}: the last message is the assistant's; end with a `user` message to be answered")
     return messages
 
 

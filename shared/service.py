@@ -7,11 +7,13 @@ trainer use `HealthServer`, a few lines over asyncio, so that neither depends on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import prometheus_client
@@ -107,3 +109,22 @@ class HealthServer:
         if path == "/metrics":
             return "200 OK", prometheus_client.CONTENT_TYPE_LATEST, prometheus_client.generate_latest()
         return "404 Not Found", "text/plain", b"known paths: /healthz /readyz /metrics\n"
+
+
+@contextlib.contextmanager
+def health_thread(host: str, port: int, ready: Readiness) -> Iterator[None]:
+    """Health endpoints from a thread of their own, for a process whose main thread computes for seconds on end."""
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        async with HealthServer(host, port, ready):
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), name="health", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(timeout=5)

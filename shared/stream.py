@@ -149,7 +149,7 @@ class TrajectoryStream:
         return entries
 
     async def acknowledge(self, entry_ids: Sequence[str], dead: Sequence[DeadEntry] = ()) -> None:
-        """Consumer: forget entries whose effect a durable checkpoint holds; `dead` ones move to the dead-letter stream."""
+        """Consumer: forget entries whose effect a durable checkpoint holds; `dead` ones become dead letters."""
         ids = [*entry_ids, *(item.entry.entry_id for item in dead)]
         if not ids:
             return

@@ -1,8 +1,8 @@
 """Tasks that generate prompts with checkable answers, and the checkers.
 
 `add` and `spell_backward` are short forms of reasoning-gym's `basic_arithmetic` and `spell_backward` for models of a
-million parameters (`12+34=` -> `46`, `cat->` -> `tac`). Every other reasoning-gym data set is `reasoning_gym:NAME`, with
-its own question and parameters. reasoning-gym is imported on the first use only.
+million parameters (`12+34=` -> `46`, `cat->` -> `tac`). Every reasoning-gym data set is also `reasoning_gym:NAME`, with
+its own questions and parameters. reasoning-gym is imported on the first use only.
 
 A prompt is held out of training by its own text (a tenth of all texts, by hash). Whoever trains on a task, with
 whatever seed and size, thus leaves the same prompts unseen.

@@ -9,7 +9,9 @@ import numpy as np
 from shared.trajectory import Trajectory
 
 
-def make_trajectory(id: str = "0-0", *, rows: int = 3, k: int = 2, prompt_len: int = 4, version: int = 1, **changes: Any) -> Trajectory:
+def make_trajectory(
+    id: str = "0-0", *, rows: int = 3, k: int = 2, prompt_len: int = 4, version: int = 1, **changes: Any
+) -> Trajectory:
     """A trajectory of ones and small numbers that passes every check."""
     values: dict[str, Any] = {
         "id": id,

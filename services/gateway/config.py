@@ -120,7 +120,7 @@ def _check_addresses(config: GatewayConfig) -> None:
     for name, urls in config.teachers.items():
         for url in urls:
             if url in owners:
-                raise ConfigError(f"{url} is named for teacher {owners[url]!r} and again for {name!r}: give each its own")
+                raise ConfigError(f"{url} is named twice, for {owners[url]!r} and {name!r}: give each its own address")
             owners[url] = name
 
 

@@ -56,7 +56,7 @@ _PROBLEM = {
 }
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "What the teacher answered", "content": {"application/json": {}, "application/msgpack": _BINARY}}
+    200: {"description": "The teacher's answer", "content": {"application/json": {}, "application/msgpack": _BINARY}}
 } | {
     status: {"description": description, "content": _PROBLEM}
     for status, description in (

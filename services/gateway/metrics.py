@@ -23,7 +23,7 @@ class GatewayMetrics:
         self.registry.register(_PoolCollector(pools))
         common = {"namespace": "opd", "subsystem": "gateway", "registry": self.registry}
         self.responses = Counter(
-            "responses_total", "Answers to clients; teacher is empty where none was found", ["teacher", "status"], **common
+            "responses_total", "Answers to clients; teacher is empty if unknown", ["teacher", "status"], **common
         )
         self.request_seconds = Histogram(
             "request_seconds", "Time from a request's head to its answer", ["teacher"], buckets=_SECONDS, **common
@@ -32,15 +32,15 @@ class GatewayMetrics:
             "attempts_total", "Requests sent to a replica, by what came of them", [*_REPLICA, "outcome"], **common
         )
         self.attempt_seconds = Histogram(
-            "attempt_seconds", "Time a replica took for a request that it answered", _REPLICA, buckets=_SECONDS, **common
+            "attempt_seconds", "Time a replica took to answer", _REPLICA, buckets=_SECONDS, **common
         )
-        self.tokens = Counter("tokens_total", "Tokens of requests answered, as estimated for balancing", _REPLICA, **common)
+        self.tokens = Counter("tokens_total", "Tokens of answered requests, estimated", _REPLICA, **common)
         self.request_bytes = Counter("request_bytes_total", "Bytes of request bodies", ["teacher"], **common)
         self.answer_bytes = Counter("answer_bytes_total", "Bytes of answers", ["teacher"], **common)
         self.retries = Counter("retries_total", "Requests tried again after this replica failed", _REPLICA, **common)
         self.ejections = Counter("ejections_total", "Times a replica was ejected", _REPLICA, **common)
         self.probes = Counter("probes_total", "Probes of a replica, by result", [*_REPLICA, "result"], **common)
-        self.disconnects = Counter("client_disconnects_total", "Clients gone before their answer", ["teacher"], **common)
+        self.disconnects = Counter("client_disconnects_total", "Clients gone before the answer", ["teacher"], **common)
 
     def render(self) -> bytes:
         """All metrics in the Prometheus text format."""

@@ -70,11 +70,11 @@ class Pool:
         before = replica.state
         replica.probe_passed(info)
         if replica.state is not before:
-            _log.info("replica_admitted", extra=log.fields(teacher=self.name, replica=replica.name, state=replica.state))
+            _log.info("replica_admitted", extra=self._fields(replica, state=replica.state))
         return True
 
     def describe(self) -> dict[str, Any]:
-        """What /info shows: the teacher's own information from one of its serving replicas, and all replicas' states."""
+        """What /info shows: the teacher's own information from a serving replica, and all replicas' states."""
         known = [replica.info for replica in self.replicas if replica.is_serving and replica.info]
         return {
             "ready": self.is_ready,
@@ -85,6 +85,9 @@ class Pool:
 
     def _refuse(self, replica: Replica, info: dict[str, Any], reason: str) -> bool:
         if replica.last_error != reason:
-            _log.error("replica_refused", extra=log.fields(teacher=self.name, replica=replica.name, reason=reason))
+            _log.error("replica_refused", extra=self._fields(replica, reason=reason))
         replica.refuse(info, reason)
         return False
+
+    def _fields(self, replica: Replica, **values: object) -> dict[str, Any]:
+        return log.fields(teacher=self.name, replica=replica.name, **values)

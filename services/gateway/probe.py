@@ -24,7 +24,8 @@ async def probe(pool: Pool, replica: Replica, client: ReplicaClient) -> str:
         ready, said = await client.is_ready()
         if not ready:
             if replica.is_serving:
-                _log.warning("replica_not_ready", extra=log.fields(teacher=pool.name, replica=replica.name, reason=said))
+                where = log.fields(teacher=pool.name, replica=replica.name, reason=said)
+                _log.warning("replica_not_ready", extra=where)
             replica.probe_refused(said)
             return "not_ready"
         info = await client.info()
@@ -38,19 +39,26 @@ async def probe(pool: Pool, replica: Replica, client: ReplicaClient) -> str:
     return "passed" if pool.admit(replica, info) else "refused"
 
 
-async def watch(pool: Pool, replica: Replica, client: ReplicaClient, metrics: GatewayMetrics) -> None:
+async def watch(
+    pool: Pool, replica: Replica, client: ReplicaClient, metrics: GatewayMetrics, interval_s: float
+) -> None:
     """Probe one replica for ever."""
     while True:
+        while (wait_s := replica.ban_s()) > 0:
+            await asyncio.sleep(wait_s)
         result = await probe(pool, replica, client)
         metrics.probes.labels(pool.name, replica.name, result).inc()
-        await asyncio.sleep(replica.next_probe_s())
+        await asyncio.sleep(interval_s)
 
 
 async def watch_all(
-    pools: Mapping[str, Pool], clients: Mapping[Replica, ReplicaClient], metrics: GatewayMetrics
+    pools: Mapping[str, Pool],
+    clients: Mapping[Replica, ReplicaClient],
+    metrics: GatewayMetrics,
+    interval_s: float,
 ) -> None:
     """Probe all replicas of all teachers for ever."""
     async with asyncio.TaskGroup() as tasks:
         for pool in pools.values():
             for replica in pool.replicas:
-                tasks.create_task(watch(pool, replica, clients[replica], metrics))
+                tasks.create_task(watch(pool, replica, clients[replica], metrics, interval_s))

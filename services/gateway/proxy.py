@@ -4,8 +4,8 @@
                  ▲                   │
                  └── another one ◀───┴─ no connection, timeout, noise, 5xx, full (429, 503 with Retry-After)
 
-Scoring changes nothing at a replica, so every failed request may be tried again. Each replica that was not tried yet gets
-its share of the time that is left, so that one that hangs does not use up the whole deadline.
+Scoring changes nothing at a replica, so every failed request may be tried again. Each replica that was not tried yet
+gets its share of the time that is left, so that one that hangs does not use up the whole deadline.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pool import Pool
-from services.gateway.replica import Attempt, Replica
+from services.gateway.replica import Replica
 from services.gateway.routing import TIMEOUT_HEADER
 from services.gateway.upstream import Answer, AnswerTooLarge, AttemptError, ReplicaClient
 from shared import log
@@ -27,8 +27,8 @@ MAX_ATTEMPTS = 4
 """Most replicas that one request is sent to."""
 
 _FAIR_SHARE = 0.1
-"""A timeout counts against a replica only if it had this part of the gateway's own limit: else a client in a hurry could
-have every replica ejected."""
+"""A timeout counts against a replica only if it had this part of the gateway's own limit: else a client in a hurry
+could have every replica ejected."""
 
 _log = log.get(__name__)
 
@@ -55,6 +55,7 @@ class Failure:
 
     reason: str
     retry_after_s: float | None = None
+    is_timeout: bool = False
 
 
 class Proxy:
@@ -77,8 +78,8 @@ class Proxy:
         """The first usable answer, and who gave it.
 
         Raises:
-            Problem: 413 for an answer over the limit, 429 when all replicas are full, 503 when none can answer (the detail
-                names them and their last errors), 504 when the deadline passed.
+            Problem: 413 for an answer over the limit, 429 when all replicas are full, 503 when none can answer (the
+                detail names them and their last errors), 504 when the deadline passed.
         """
         failures: dict[Replica, Failure] = {}
         while len(failures) < MAX_ATTEMPTS and (replica := pool.choose(exclude=failures)):
@@ -95,50 +96,57 @@ class Proxy:
         raise self._give_up(pool, failures, is_late=time.monotonic() >= inbound.deadline)
 
     async def _attempt(self, pool: Pool, replica: Replica, inbound: Inbound, budget_s: float) -> Answer | Failure:
+        """Ask one replica and remember what that says about it."""
+        labels = (pool.name, replica.name)
         started = time.monotonic()
-        headers = {**inbound.headers, TIMEOUT_HEADER: f"{budget_s:.3f}"}
-        counts = budget_s >= _FAIR_SHARE * self._request_timeout_s
-        outcome = "cancelled"
-        try:
-            with replica.attempt(inbound.num_tokens) as attempt:
-                try:
-                    async with asyncio.timeout(budget_s):
-                        answer = await self._clients[replica].score(inbound.body, headers, budget_s)
-                except (AttemptError, TimeoutError) as error:
-                    is_timeout = isinstance(error, TimeoutError) or error.is_timeout
-                    reason = f"no answer within {budget_s:.1f} s" if is_timeout else str(error)
-                    failure = Failure(reason)
-                    _judge(attempt, failure, counts=counts or not is_timeout)
-                except AnswerTooLarge:
-                    outcome = "too_large"
-                    raise Problem(
-                        "opd:too-large", "the answer is larger than this gateway passes on: send fewer sequences or a smaller top_k"
-                    ) from None
-                else:
-                    failure = _read_failure(answer)
-                    if failure is None:
-                        outcome = "answered"
-                        attempt.succeeded()
-                        self._metrics.attempt_seconds.labels(pool.name, replica.name).observe(time.monotonic() - started)
-                        self._metrics.tokens.labels(pool.name, replica.name).inc(inbound.num_tokens)
-                        return answer
-                    _judge(attempt, failure, counts=counts or answer.status != 504)
-            outcome = "failed" if failure.retry_after_s is None else "full"
-        finally:
-            self._metrics.attempts.labels(pool.name, replica.name, outcome).inc()
+        is_fair = budget_s >= _FAIR_SHARE * self._request_timeout_s
+        with replica.attempt(inbound.num_tokens) as attempt:
+            outcome = await self._ask(replica, inbound, budget_s)
+            if isinstance(outcome, Answer):
+                attempt.succeeded()
+            elif outcome.retry_after_s is not None or (outcome.is_timeout and not is_fair):
+                attempt.overloaded(outcome.reason)
+            else:
+                attempt.failed(outcome.reason)
+        if isinstance(outcome, Answer):
+            self._metrics.attempts.labels(*labels, "answered").inc()
+            self._metrics.attempt_seconds.labels(*labels).observe(time.monotonic() - started)
+            self._metrics.tokens.labels(*labels).inc(inbound.num_tokens)
+            return outcome
+        self._metrics.attempts.labels(*labels, "failed" if outcome.retry_after_s is None else "full").inc()
         _log.warning(
             "attempt_failed",
             extra=log.fields(
-                teacher=pool.name, replica=replica.name, reason=failure.reason, state=replica.state,
+                teacher=pool.name,
+                replica=replica.name,
+                state=replica.state,
+                reason=outcome.reason,
                 request_id=inbound.request_id,
             ),
-        )  # fmt: skip
-        return failure
+        )
+        return outcome
+
+    async def _ask(self, replica: Replica, inbound: Inbound, budget_s: float) -> Answer | Failure:
+        headers = {**inbound.headers, TIMEOUT_HEADER: f"{budget_s:.3f}"}
+        try:
+            async with asyncio.timeout(budget_s):
+                answer = await self._clients[replica].score(inbound.body, headers, budget_s)
+        except TimeoutError:
+            return Failure(f"no answer within {budget_s:.1f} s", is_timeout=True)
+        except AttemptError as error:
+            return Failure(error.reason, is_timeout=error.is_timeout)
+        except AnswerTooLarge as error:
+            raise Problem(
+                "opd:too-large", "the answer is larger than this gateway passes on: send fewer sequences or less top_k"
+            ) from error
+        return _read_failure(answer) or answer
 
     def _give_up(self, pool: Pool, failures: Mapping[Replica, Failure], *, is_late: bool) -> Problem:
         tried = "; ".join(f"{replica.name}: {failure.reason}" for replica, failure in failures.items())
         if is_late:
-            return Problem("opd:deadline", f"teacher {pool.name!r} did not answer in time ({tried or 'none was tried'})")
+            return Problem(
+                "opd:deadline", f"teacher {pool.name!r} did not answer in time ({tried or 'none was tried'})"
+            )
         if failures and all(failure.retry_after_s is not None for failure in failures.values()):
             wait_s = min(failure.retry_after_s or 0.0 for failure in failures.values())
             return Problem(
@@ -157,13 +165,6 @@ class Proxy:
         )
 
 
-def _judge(attempt: Attempt, failure: Failure, *, counts: bool) -> None:
-    if failure.retry_after_s is not None or not counts:
-        attempt.overloaded(failure.reason)
-    else:
-        attempt.failed(failure.reason)
-
-
 def _read_failure(answer: Answer) -> Failure | None:
     """None when the answer is the client's business, else why another replica should be asked."""
     status = answer.status
@@ -173,7 +174,7 @@ def _read_failure(answer: Answer) -> Failure | None:
     if status == 429 or (status == 503 and "retry-after" in answer.headers):
         return Failure(f"it is full ({status})", retry_after_s=_seconds(answer.headers.get("retry-after", "")))
     if status >= 500 and status != 501:
-        return Failure(f"it answered {status}: {said}")
+        return Failure(f"it answered {status}: {said}", is_timeout=status == 504)
     return None
 
 

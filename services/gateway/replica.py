@@ -1,12 +1,12 @@
 """One replica of a teacher as the gateway sees it: may it get traffic, how loaded is it, when is it asked again.
 
-    STARTING ──probe passes──▶ READY ──failures in a row──▶ EJECTED ──time up, probe passes──▶ HALF_OPEN ──3 answers──▶ READY
-                                │ ▲                            ▲                                  │
-                  /readyz: no   ▼ │ probe passes               └──────────── one failure ─────────┘
-                               UNREADY                    REFUSED: another fingerprint or name than its siblings
+    STARTING ──probe──▶ READY ──failures in a row──▶ EJECTED ──time up, probe──▶ HALF_OPEN ──3 answers──▶ READY
+                         │ ▲                            ▲                           │
+             /readyz: no ▼ │ probe passes               └────────one failure────────┘
+                        UNREADY              REFUSED: another fingerprint or name than its siblings
 
-Load is counted in tokens: what is outstanding, plus a debt for recent failures that halves every two seconds. Without the
-debt a replica that fails fast always looks idle and attracts everything.
+Load is counted in tokens: what is outstanding, plus a debt for recent failures that halves every two seconds. Without
+the debt a replica that fails fast always looks idle and attracts everything.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ MAX_EJECT_S = 30.0
 """Longest time between two probes of a replica that keeps failing."""
 
 TRIAL_ANSWERS = 3
-"""Good answers that a replica gives, one request at a time, before it shares the load again."""
+"""Good answers that a replica on trial gives, one request at a time, before it shares the load again."""
 
 DEBT_FACTOR = 8
 """A failure weighs as much as this many outstanding requests of its size."""
 
-MIN_DEBT_TOKENS = 1024
 DEBT_HALF_LIFE_S = 2.0
 
 
@@ -144,7 +143,7 @@ class Replica:
 
     def add_debt(self, num_tokens: int) -> None:
         """Weigh as if DEBT_FACTOR more requests of that size were outstanding, decaying."""
-        self._debt_tokens = self._debt_now() + DEBT_FACTOR * max(num_tokens, MIN_DEBT_TOKENS)
+        self._debt_tokens = self._debt_now() + DEBT_FACTOR * num_tokens
         self._debt_at = self._clock()
 
     def probe_passed(self, info: dict[str, Any]) -> None:
@@ -153,6 +152,7 @@ class Replica:
         if self.state is State.EJECTED:
             self.state = State.HALF_OPEN
             self._trial_answers = 0
+            self._debt_tokens = 0.0  # one request at a time is caution enough; with the debt it would not get even that
         elif self.state is not State.HALF_OPEN:
             self.state = State.READY
         self._failures_in_row = 0
@@ -169,7 +169,8 @@ class Replica:
         if self.is_serving:
             self.failed(reason)
         elif self.state is State.EJECTED:
-            self._eject_again()
+            # asking is cheap: only failed trials make the pause longer, so that a restarted replica is soon found
+            self._ejected_until = self._clock() + self._probe_interval_s
 
     def refuse(self, info: dict[str, Any], reason: str) -> None:
         """It serves something else than its siblings."""
@@ -177,11 +178,9 @@ class Replica:
         self.last_error = reason
         self.state = State.REFUSED
 
-    def next_probe_s(self) -> float:
-        """Seconds until it should be probed."""
-        if self.state is State.EJECTED:
-            return max(0.0, self._ejected_until - self._clock())
-        return self._probe_interval_s
+    def ban_s(self) -> float:
+        """Seconds for which it is left alone after an ejection, also by probes."""
+        return max(0.0, self._ejected_until - self._clock()) if self.state is State.EJECTED else 0.0
 
     def describe(self) -> dict[str, Any]:
         """What /info shows."""
@@ -203,10 +202,7 @@ class Replica:
     def _eject(self) -> None:
         self.state = State.EJECTED
         self.epoch += 1
-        self._eject_again()
-        self.on_eject(self)
-
-    def _eject_again(self) -> None:
         wait_s = self._probe_interval_s * 2.0 ** min(self._ejections_in_row, 16)
         self._ejected_until = self._clock() + min(wait_s, MAX_EJECT_S)
         self._ejections_in_row += 1
+        self.on_eject(self)

@@ -39,7 +39,9 @@ def teacher_name(headers: Mapping[str, str], body: bytes) -> str:
         return name
     media_type = headers.get("content-type", "").split(";", 1)[0].strip().lower()
     if media_type not in ("application/json", "application/msgpack", "application/x-msgpack"):
-        raise Problem("opd:media-type", f"content-type {media_type[:60]!r}: send application/json or application/msgpack")
+        raise Problem(
+            "opd:media-type", f"content-type {media_type[:60]!r}: send application/json or application/msgpack"
+        )
     if len(body) > MAX_DECODED_BYTES:
         raise Problem(
             "opd:too-large",
@@ -60,12 +62,14 @@ def find_pool(pools: Mapping[str, PoolT], name: str) -> PoolT:
     except KeyError:
         known = sorted(pools)
         raise Problem(
-            "opd:unknown-teacher", f"there is no teacher {name[:80]!r}; known teachers: {', '.join(known)}", teachers=known
+            "opd:unknown-teacher",
+            f"there is no teacher {name[:80]!r}; known teachers: {', '.join(known)}",
+            teachers=known,
         ) from None
 
 
 def num_tokens(headers: Mapping[str, str], num_bytes: int) -> int:
-    """Size of a request in tokens: what its header says, if its body can hold so many, else an estimate from its bytes."""
+    """Size of a request in tokens: what its header says, if its body can hold so many, else an estimate from bytes."""
     text = headers.get(NUM_TOKENS_HEADER, "")
     if text.isascii() and text.isdigit() and len(text) < 12:
         claimed = int(text)

@@ -13,13 +13,16 @@ every step with the version in force, and the version only changes while no step
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import multiprocessing
 import os
-import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
 from services.rollout.sampler import Completion
 from shared.errors import ConfigError, WeightsError
@@ -28,11 +31,28 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-SHUTDOWN_TIMEOUT_S = 5.0
+SHUTDOWN_TIMEOUT_S = 6.0
+_MAX_BATCHED_TOKENS = 2048
+
+_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # OpenMP threads that spin while they wait make an engine many times slower once processes outnumber cores.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 
 
 class VllmSampler:
-    """See sampler.Sampler. One engine, one device; several workers are several processes."""
+    """See sampler.Sampler. One engine on one device; several workers are several processes.
+
+    Args:
+        model: Hugging Face folder; its weights are served as version 0 until the first load.
+        dtype: "float32" or "bfloat16".
+        kv_cache_bytes: size of the KV cache.
+        threads: OpenMP threads of the CPU build; None leaves binding to vLLM (one engine per machine).
+        stop_token_ids: tokens that end a completion, the end-of-sequence tokens among them.
+    """
 
     def __init__(
         self,
@@ -41,19 +61,17 @@ class VllmSampler:
         dtype: str,
         max_model_len: int,
         max_num_seqs: int,
-        max_num_batched_tokens: int = 2048,
-        kv_cache_bytes: int | None = None,
+        kv_cache_bytes: int,
+        stop_token_ids: list[int],
         threads: int | None = None,
-        stop_token_ids: list[int] | None = None,
         seed: int = 0,
     ) -> None:
         self.model = model
-        self.version = 0
-        self.load_s = 0.0
-        self.pause_s = 0.0
         self._threads = threads
-        self._stop_token_ids = stop_token_ids or None
+        self._stop_token_ids = stop_token_ids
         self._engine: AsyncLLM | None = None
+        self._starting: asyncio.Future[AsyncLLM] | None = None
+        self._foreign: frozenset[BaseProcess] = frozenset()
         self._request_ids = itertools.count()
         self._loading = asyncio.Lock()
         self._engine_args: dict[str, Any] = {
@@ -61,7 +79,7 @@ class VllmSampler:
             "dtype": dtype,
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max(max_num_batched_tokens, max_num_seqs),
+            "max_num_batched_tokens": max(_MAX_BATCHED_TOKENS, max_num_seqs),
             "kv_cache_memory_bytes": kv_cache_bytes,
             "seed": seed,
             # No compiled graph may hold on to old weights, and warm-up is most of the start-up time.
@@ -69,7 +87,7 @@ class VllmSampler:
             # Prompts come and responses go as token ids; where to stop is said with every request.
             "skip_tokenizer_init": True,
             "hf_overrides": {"head_dtype": "float32"},
-            # Sampling defaults hidden in the folder's generation_config (top_p, penalties) would bend the policy.
+            # Sampling defaults in the folder's generation_config (top_p, penalties) would bend the policy unseen.
             "generation_config": "vllm",
             "logprobs_mode": "raw_logprobs",
             "worker_extension_cls": "services.rollout.vllm_reload.WeightReload",
@@ -79,20 +97,30 @@ class VllmSampler:
         }
 
     async def start(self) -> None:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         if self._threads is not None:
-            # The engine's own binding would put every engine of a machine on the same cores.
+            # vLLM's own binding puts every engine of a machine on the same cores.
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             os.environ["OMP_NUM_THREADS"] = str(self._threads)
+        self._foreign = frozenset(multiprocessing.active_children())
+        # In a thread: it takes tens of seconds, in which signals and health checks must be answered.
+        self._starting = asyncio.ensure_future(asyncio.to_thread(self._create))
+        try:
+            self._engine = await asyncio.shield(self._starting)
+        except (ValueError, RuntimeError, OSError) as error:
+            reason = _first_line(error)
+            raise ConfigError(f"student.model {self.model}: the engine cannot serve it: {reason}") from error
+        await self._engine.update_weight_version("0")
+
+    def _create(self) -> AsyncLLM:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-        try:
-            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_args))
-        except (ValueError, RuntimeError, OSError) as error:
-            raise ConfigError(f"student.model {self.model}: the engine cannot serve it: {_first_line(error)}") from error
-        await self._engine.update_weight_version("0")
+        # The worker lives in the engine core's process: one process and one import of torch fewer to start and to stop.
+        arguments = AsyncEngineArgs(**self._engine_args, distributed_executor_backend=UniProcExecutor)
+        return AsyncLLM.from_engine_args(arguments)
 
     async def sample(
         self, token_ids: list[int], *, n: int, max_tokens: int, temperature: float = 1.0, seed: int | None = None
@@ -135,26 +163,45 @@ class VllmSampler:
     async def load_weights(self, path: Path, version: int) -> None:
         engine = self._running()
         async with self._loading:
-            started = time.perf_counter()
             # The cache is kept here and dropped below: only then are the new weights in place.
             await engine.pause_generation(mode="keep", clear_cache=False)
             try:
-                (self.load_s,) = await engine.collective_rpc("opd_load_weights", args=(str(path),))
+                await engine.collective_rpc("opd_load_weights", args=(str(path),))
                 await engine.update_weight_version(str(version))
-                if not await engine.reset_prefix_cache(reset_running_requests=True):
-                    raise WeightsError(f"weights v{version}: the engine did not drop its KV cache of older weights")
-            except WeightsError:
-                raise
+                dropped = await engine.reset_prefix_cache(reset_running_requests=True)
             except Exception as error:  # whatever the engine raises, its weights are now undefined
-                raise WeightsError(f"weights v{version} from {path}: the engine failed to load them: {error}") from error
-            self.version = version
+                raise WeightsError(f"weights v{version} from {path}: the engine cannot load them: {error}") from error
+            if not dropped:
+                raise WeightsError(f"weights v{version}: the engine did not drop its KV cache of older weights")
             await engine.resume_generation()
-            self.pause_s = time.perf_counter() - started
 
     async def close(self) -> None:
+        if self._starting is not None and not self._starting.done():
+            for process in self._processes():
+                process.kill()
+            await asyncio.wait({self._starting})
+        processes = self._processes()
         engine, self._engine = self._engine, None
         if engine is not None:
-            await asyncio.get_running_loop().run_in_executor(None, engine.shutdown, SHUTDOWN_TIMEOUT_S)
+            if engine.output_handler is not None:
+                engine.output_handler.cancel()  # else it reports the engine that we stop as dead
+            await asyncio.to_thread(engine.shutdown, SHUTDOWN_TIMEOUT_S)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 1.0)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        await asyncio.to_thread(psutil.wait_procs, alive, 5.0)
+
+    def _processes(self) -> list[psutil.Process]:
+        """The engine's processes: the core, a child of this process, and its workers."""
+        found = []
+        for child in multiprocessing.active_children():
+            if child in self._foreign or child.pid is None:
+                continue
+            with contextlib.suppress(psutil.NoSuchProcess):
+                core = psutil.Process(child.pid)
+                found += [core, *core.children(recursive=True)]
+        return found
 
     @property
     def alive(self) -> bool:

@@ -165,7 +165,7 @@ class DistillationLoss:
         """
         rows = student_rows(logits, batch, shard)
         sums = torch.zeros(len(self.teachers), len(METRICS), 2, dtype=torch.float64)
-        total = rows.logprobs.sum() * 0.0
+        total = torch.zeros((), dtype=torch.float64, device=logits.device)
         for i, name in enumerate(batch.loss_names):
             index = torch.nonzero(batch.loss_index == i)[:, 0]
             part = rows if len(batch.loss_names) == 1 else rows.select(index)
@@ -204,8 +204,7 @@ def student_rows(logits: torch.Tensor, batch: Microbatch, shard: VocabShard) -> 
     top_ids = batch.top_ids.to(device)
     support = distinct(top_ids, top_logprobs > -INF)
     ids = torch.cat([batch.targets.to(device)[:, None], top_ids], dim=1)
-    flags = torch.cat([torch.zeros_like(support[:, :1]).expand(len(support), -1), support], dim=1) \
-        if support.shape[1] else support.new_zeros(len(ids), 1)
+    flags = torch.cat([support.new_zeros(len(support), 1), support], dim=1)
     student = support_logprobs(logits, ids, flags, shard)
     return Rows(
         logprobs=student.logprobs[:, 0],

@@ -107,10 +107,9 @@ class _SupportLogprobs(torch.autograd.Function):
         local, inside = _local_ids(ids, shard)
         removed = torch.where(support & inside, -INF, 0.0)
         num_rows = len(logits)
-        at_ids = torch.zeros(ids.shape, dtype=torch.float64)
-        largest = torch.full((num_rows,), -INF, dtype=torch.float64)
-        total = torch.zeros(num_rows, dtype=torch.float64)
-        at_ids, largest, total = (x.to(logits.device) for x in (at_ids, largest, total))
+        at_ids = torch.zeros(ids.shape, dtype=torch.float64, device=logits.device)
+        largest = torch.full((num_rows,), -INF, dtype=torch.float64, device=logits.device)
+        total = torch.zeros(num_rows, dtype=torch.float64, device=logits.device)
         if shard.num_valid:
             for part in _chunks(num_rows, shard.num_valid):
                 z = logits[part, : shard.num_valid].to(torch.float32, copy=True)

@@ -35,12 +35,18 @@ def test_smallest_run_is_valid() -> None:
     ("sections", "said"),
     [
         ({"trainer": {"batchsize": 3}}, "trainer.batchsize: unknown key; did you mean 'batch_size'?"),
-        ({"teachers": {"math": {"model": "m", "max_topk": 3}}}, "teachers.math.max_topk: unknown key; did you mean 'max_top_k'?"),
+        (
+            {"teachers": {"math": {"model": "m", "max_topk": 3}}},
+            "teachers.math.max_topk: unknown key; did you mean 'max_top_k'?",
+        ),
         (
             {"prompts": {"sources": [{"data_source": "add", "task": "add", "sise": 1}]}},
             "prompts.sources.0.sise: unknown key; did you mean 'size'?",
         ),
-        ({"enable_resource_pool": True}, "enable_resource_pool: this key does not exist here; teachers always run on their own"),
+        (
+            {"enable_resource_pool": True},
+            "enable_resource_pool: this key does not exist here; teachers always run on their own",
+        ),
         ({"teacher_model": "x"}, "teacher_model: this key does not exist here; name every teacher under `teachers:`"),
         ({"routes": {"add": "maths"}}, "routes.add: there is no teacher 'maths'; known teachers: math"),
         ({"routes": {"other": "math"}}, "data_source 'add' has no teacher: add `add: TEACHER` under routes"),
@@ -78,7 +84,9 @@ def test_bad_overrides_are_refused(tmp_path: Path, override: str) -> None:
         load_run(file, [override])
 
 
-@pytest.mark.parametrize(("text", "said"), [(None, "cannot be read"), ("a: [", "is not YAML"), ("- 1", "must hold a mapping")])
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "cannot be read"), ("a: [", "is not YAML"), ("- 1", "must hold a mapping")]
+)
 def test_unreadable_files(tmp_path: Path, text: str | None, said: str) -> None:
     file = tmp_path / "run.yaml"
     if text is not None:

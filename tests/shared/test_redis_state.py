@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import redis.asyncio
 from builders import make_trajectory
-
 from conftest import wait_until
+
 from shared.errors import LeaseLost
 from shared.keys import Keys
 from shared.leases import Held, Lease, Leases
@@ -29,7 +29,9 @@ def announcement(version: int, **changes: object) -> Announcement:
     return Announcement(**{**values, **changes})
 
 
-async def announce(client: redis.asyncio.Redis, version: int, settled: list[str] | None = None, needed: int = 1000) -> None:
+async def announce(
+    client: redis.asyncio.Redis, version: int, settled: list[str] | None = None, needed: int = 1000
+) -> None:
     await Policy(client, KEYS).announce(announcement(version), settled or [], needed=needed)
 
 
@@ -85,7 +87,9 @@ async def test_bytes_and_need_close_the_gate(redis_client: redis.asyncio.Redis) 
     assert await leases.take(1) == Held("finished")
 
 
-async def test_an_expired_lease_goes_to_another_worker_and_the_first_cannot_publish(redis_client: redis.asyncio.Redis) -> None:
+async def test_an_expired_lease_goes_to_another_worker_and_the_first_cannot_publish(
+    redis_client: redis.asyncio.Redis,
+) -> None:
     await announce(redis_client, 1)
     slow = await take(make_leases(redis_client, lease_s=0.001))
     leases = make_leases(redis_client)

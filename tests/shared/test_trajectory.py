@@ -11,11 +11,19 @@ from shared.errors import PayloadError
 from shared.trajectory import Trajectory, check_values, decode, encode
 
 
-@given(rows=st.integers(1, 9), k=st.integers(0, 5), prompt_len=st.integers(1, 9), half=st.booleans(), reward=st.none() | st.floats(0, 1))
+@given(
+    rows=st.integers(1, 9),
+    k=st.integers(0, 5),
+    prompt_len=st.integers(1, 9),
+    half=st.booleans(),
+    reward=st.none() | st.floats(0, 1),
+)
 def test_round_trip(rows: int, k: int, prompt_len: int, half: bool, reward: float | None) -> None:
     made = make_trajectory("7-1", rows=rows, k=k, prompt_len=prompt_len, reward=reward)
     if half:
-        made = make_trajectory("7-1", rows=rows, k=k, prompt_len=prompt_len, top_logprobs=made.top_logprobs.astype(np.float16))
+        made = make_trajectory(
+            "7-1", rows=rows, k=k, prompt_len=prompt_len, top_logprobs=made.top_logprobs.astype(np.float16)
+        )
     read = decode(encode(made), trajectory_id="7-1")
     for name in Trajectory.__slots__:
         mine, theirs = getattr(made, name), getattr(read, name)

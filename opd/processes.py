@@ -1,0 +1,113 @@
+"""Processes that `opd up` starts: each in a process group of its own, so that nothing of it can be left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shared.errors import EXIT_CONFIG, EXIT_FAILED
+
+STOP_TIMEOUT_S = 15.0
+_MAX_RESTARTS = 3
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Process:
+    """A service's process, its log file and how often it was started again."""
+
+    name: str
+    argv: Sequence[str]
+    log: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    restarts: int = 0
+    _popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start or start again; output is appended to the log."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as out:
+            self._popen = subprocess.Popen(
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.env},
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 before the start."""
+        return self._popen.pid if self._popen else 0
+
+    def status(self) -> int | None:
+        """Exit status, None while it runs (negative: ended by that signal)."""
+        return self._popen.poll() if self._popen else None
+
+    def may_restart(self) -> bool:
+        """Whether an unexpected end is worth another try: not after a refusal to start or a failure with a reason."""
+        return self.status() not in (EXIT_CONFIG, EXIT_FAILED) and self.restarts < _MAX_RESTARTS
+
+    def restart(self) -> None:
+        """Start again after an unexpected end."""
+        self.restarts += 1
+        self._kill_group()
+        self.start()
+
+    def terminate(self) -> None:
+        """Ask it to stop."""
+        if self._popen and self._popen.poll() is None:
+            self._popen.terminate()
+
+    def wait(self, deadline: float) -> bool:
+        """Wait until `deadline` (monotonic seconds), then kill what is left of the group. False when it took the kill."""
+        clean = True
+        if self._popen:
+            try:
+                self._popen.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                clean = False
+            self._kill_group()
+            self._popen.wait()
+        return clean
+
+    def complaint(self) -> str:
+        """The reason that the process gave before it ended, else its last line and where to read on."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        for line in reversed(lines):
+            for prefix in ("error: ", "failed: "):
+                if line.startswith(prefix):
+                    return line.removeprefix(prefix)
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        return f"{last[:300]} (exit status {self.status()}, log: {self.log})"
+
+    def _kill_group(self) -> None:
+        if self._popen is None:
+            return
+        try:
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+
+def stop_all(processes: Sequence[Process]) -> list[str]:
+    """Stop all at once; returns the names of those that did not stop in time and were killed."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    return [process.name for process in processes if not process.wait(deadline)]
+
+
+def _die_with_parent() -> None:
+    """Runs in the child: the kernel ends it when `opd up` itself is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,213 @@
+"""One gateway process: the pools, the connections to their replicas, and the way of a scoring request through them."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from services.gateway import probe, routing
+from services.gateway.config import GatewayConfig
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.pool import Pool
+from services.gateway.proxy import Inbound, Proxy
+from services.gateway.replica import Replica
+from services.gateway.upstream import Answer, ReplicaClient
+from shared import log
+from shared.errors import Problem
+
+_FORWARDED = ("content-type", "accept")
+_RETURNED = ("content-type", "retry-after")
+_CLIENT_GONE = 499  # nobody reads it; the number is nginx's, for the metrics
+
+ResultT = TypeVar("ResultT")
+
+_log = log.get(__name__)
+
+
+class Gateway:
+    """State of one gateway process: the pools, connections to replicas, metrics."""
+
+    def __init__(self, config: GatewayConfig, key: str | None) -> None:
+        settings = config.gateway
+        self.settings = settings
+        self.key = key.encode() if key is not None else None
+        self.pools = {
+            name: Pool(
+                name,
+                [
+                    Replica(url, eject_after=settings.eject_after_failures, probe_interval_s=settings.probe_interval_s)
+                    for url in urls
+                ],
+            )
+            for name, urls in config.teachers.items()
+        }
+        self.metrics = GatewayMetrics(self.pools)
+        self.clients: dict[Replica, ReplicaClient] = {}
+        self.proxy = Proxy(
+            self.clients,
+            self.metrics,
+            request_timeout_s=settings.request_timeout_s,
+            retry_after_s=settings.probe_interval_s,
+        )
+        self.probes: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Connections and background probes."""
+        for pool in self.pools.values():
+            for replica in pool.replicas:
+                self.clients[replica] = ReplicaClient(replica.url, self.key.decode() if self.key else None)
+                replica.on_eject = self._ejection_logger(pool)
+        if self.key is None:
+            _log.warning("no_authentication", extra=log.fields(mend="set OPD_API_KEY or OPD_API_KEY_FILE"))
+        self.probes = asyncio.create_task(
+            probe.watch_all(self.pools, self.clients, self.metrics, self.settings.probe_interval_s)
+        )
+        self.probes.add_done_callback(_report_end)
+        _log.info("started", extra=log.fields(teachers={name: len(pool.replicas) for name, pool in self.pools.items()}))
+        try:
+            yield
+        finally:
+            self.probes.cancel()
+            for client in self.clients.values():
+                await client.aclose()
+            _log.info("stopped")
+
+    def authorize(self, request: Request) -> None:
+        """Problem 401 unless the request shows the key; the comparison takes the same time for every wrong key."""
+        if self.key is None:
+            return
+        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), self.key):
+            raise Problem("opd:unauthorized", "send the header `Authorization: Bearer KEY` with this gateway's key")
+
+    async def score(self, request: Request) -> Response:
+        """Read the body, find the teacher, and pass on what one of its replicas answers."""
+        headers = request.headers
+        started = time.monotonic()
+        request_id = routing.request_id(headers) or uuid.uuid4().hex
+        teacher = ""
+        status = 500
+        try:
+            limit_s = routing.timeout_s(headers, self.settings.request_timeout_s)
+            if named := headers.get(routing.TEACHER_HEADER):
+                teacher = routing.find_pool(self.pools, named).name
+            body = await self._read_body(request, limit_s)
+            pool = routing.find_pool(self.pools, routing.teacher_name(headers, body))
+            teacher = pool.name
+            inbound = Inbound(
+                request_id=request_id,
+                body=body,
+                headers={name: headers[name] for name in _FORWARDED if name in headers}
+                | {routing.REQUEST_ID_HEADER: request_id},
+                num_tokens=routing.num_tokens(headers, len(body)),
+                deadline=started + limit_s,
+            )
+            self.metrics.request_bytes.labels(teacher).inc(len(body))
+            outcome = await _unless_gone(request.receive, self.proxy.forward(pool, inbound))
+            if outcome is None:
+                raise ClientDisconnect
+            answer, replica = outcome
+            status = answer.status
+            self.metrics.answer_bytes.labels(teacher).inc(len(answer.body))
+            return _answer_response(answer, replica, request_id)
+        except Problem as problem:
+            status = problem.status
+            return problem_response(problem, {routing.REQUEST_ID_HEADER: request_id})
+        except ClientDisconnect:
+            status = _CLIENT_GONE
+            self.metrics.disconnects.labels(teacher).inc()
+            return Response(status_code=_CLIENT_GONE)
+        finally:
+            self.metrics.responses.labels(teacher, str(status)).inc()
+            self.metrics.request_seconds.labels(teacher).observe(time.monotonic() - started)
+
+    def readiness(self) -> tuple[bool, str]:
+        """Ready when every teacher has a replica that serves; else which have none and why."""
+        missing = [pool for pool in self.pools.values() if not pool.is_ready]
+        if not missing:
+            return True, "every teacher has a replica that serves"
+        parts = []
+        for pool in missing:
+            why = ", ".join(f"{replica.name} {replica.state.value}: {replica.last_error}" for replica in pool.replicas)
+            parts.append(f"teacher {pool.name!r} has no replica that serves ({why})")
+        return False, "; ".join(parts)
+
+    async def _read_body(self, request: Request, limit_s: float) -> bytes:
+        max_bytes = self.settings.max_body_bytes
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise Problem("opd:media-type", "compressed bodies are not served: send it without content-encoding")
+        declared = request.headers.get("content-length", "")
+        too_large = Problem("opd:too-large", f"the body is larger than the {max_bytes} bytes that this gateway takes")
+        if declared.isdigit() and int(declared) > max_bytes:
+            raise too_large
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(limit_s):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > max_bytes:
+                        raise too_large
+                    chunks.append(chunk)
+        except TimeoutError:
+            raise Problem("opd:deadline", f"the body did not arrive within {limit_s:g} s") from None
+        return b"".join(chunks)
+
+    def _ejection_logger(self, pool: Pool) -> Callable[[Replica], None]:
+        def report(replica: Replica) -> None:
+            self.metrics.ejections.labels(pool.name, replica.name).inc()
+            _log.warning(
+                "replica_ejected",
+                extra=log.fields(teacher=pool.name, replica=replica.name, reason=replica.last_error),
+            )
+
+        return report
+
+
+def problem_response(problem: Problem, headers: dict[str, str] | None = None) -> JSONResponse:
+    """RFC 9457 problem details."""
+    return JSONResponse(
+        problem.to_dict(), problem.status, problem.headers() | (headers or {}), media_type=Problem.content_type
+    )
+
+
+def _answer_response(answer: Answer, replica: Replica, request_id: str) -> Response:
+    headers = {name: answer.headers[name] for name in _RETURNED if name in answer.headers}
+    headers |= {routing.REQUEST_ID_HEADER: request_id, "x-replica": replica.name}
+    return Response(answer.body, answer.status, headers)
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
+    """The work's result, or None when the client hangs up first: the work is then cancelled, at the replica too."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_until_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _report_end(task: asyncio.Task[None]) -> None:
+    """Probes run for ever; without them no replica comes back, and /healthz says so."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.critical("probes_ended", exc_info=error)

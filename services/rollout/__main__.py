@@ -1,0 +1,199 @@
+"""`python -m services.rollout --config FILE [--set KEY=VALUE]… [--worker-id ID] [--port PORT]`"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import zlib
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+import redis.exceptions
+
+from services.rollout.config import Arguments, RolloutConfig, load
+from services.rollout.evaluate import Evaluator
+from services.rollout.handshake import check_teachers
+from services.rollout.prompts import Renderer
+from services.rollout.vllm_sampler import VllmSampler
+from services.rollout.weights import WeightFollower
+from services.rollout.worker import RolloutWorker
+from shared import log
+from shared.client import LogprobsClient
+from shared.config import check_model_folder
+from shared.errors import ConfigError, RunFailed, WeightsError, run_main
+from shared.keys import Keys
+from shared.leases import Leases
+from shared.policy import Policy
+from shared.prompts import PromptSet
+from shared.redis_client import connect
+from shared.service import HealthServer, api_key, check_port_free, stop_event
+from shared.stream import TrajectoryStream
+
+_LOG = log.get(__name__)
+
+
+class _Stopped(Exception):
+    """SIGTERM arrived while the worker was starting."""
+
+
+class RolloutService:
+    """One worker process: checks, engine, and the three loops (prompts, weights, evaluation)."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self._config: RolloutConfig = arguments.config
+        self._worker = arguments.worker
+        self._port = arguments.port
+        self._phase = "checking the configuration"
+        self._follower: WeightFollower | None = None
+
+    async def run(self) -> None:
+        """Serve until SIGTERM. Raises ConfigError at start, RunFailed later."""
+        stop = stop_event()
+        try:
+            await self._run(stop)
+        except _Stopped:
+            _LOG.info("stopped", extra=log.fields(while_=self._phase))
+        except WeightsError as error:
+            raise RunFailed(f"worker {self._worker}: {error}") from error
+        except redis.exceptions.RedisError as error:
+            raise RunFailed(f"worker {self._worker}: redis.url does not answer any more: {error}") from error
+
+    def readiness(self) -> tuple[bool, str]:
+        """Ready once announced weights are served and checked."""
+        if self._follower is None or self._phase != "running":
+            return False, self._phase
+        return self._follower.checked, self._follower.reason
+
+    async def _run(self, stop: asyncio.Event) -> None:
+        config = self._config
+        prompts = PromptSet(config.prompts.sources, config.run.seed, config.prompts.shuffle)
+        _check_routes(prompts, config)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(HealthServer(config.rollout.host, self._port, self.readiness))
+            client = await stack.enter_async_context(
+                LogprobsClient(
+                    config.gateway_url,
+                    api_key(),
+                    connections=config.rollout.concurrency,
+                    timeout_s=config.gateway.request_timeout_s,
+                )
+            )
+            store = await connect(config.redis.url)
+            stack.push_async_callback(store.aclose)
+            self._phase = "waiting for the teachers"
+            max_len = await _unless_stopped(stop, check_teachers(config, client))
+            renderer = Renderer(config.student.model, max_len=max_len)
+            held_out = prompts.held_out(config.eval.size)
+            upcoming = (prompts.record_for(seq) for seq in range(config.num_prompts))
+            renderer.check(itertools.chain(upcoming, *held_out.values()), config.routes)
+            self._phase = "starting the engine"
+            sampler = self._make_sampler(renderer)
+            stack.push_async_callback(sampler.close)
+            await _unless_stopped(stop, sampler.start())
+            self._phase = "running"
+            policy = Policy(store, Keys(config.run.name))
+            follower = WeightFollower(policy, sampler, model=config.student.model, dtype=config.student.dtype)
+            self._follower = follower
+            shared: dict[str, Any] = {
+                "sampler": sampler, "follower": follower, "client": client, "renderer": renderer
+            }  # fmt: skip
+            evaluator = Evaluator(config, worker=self._worker, policy=policy, held_out=held_out, **shared)
+            worker = RolloutWorker(
+                config,
+                leases=make_leases(config, store),
+                stream=TrajectoryStream(store, Keys(config.run.name)),
+                prompts=prompts,
+                **shared,
+            )
+            _LOG.info("started", extra=log.fields(worker=self._worker, prompts=len(prompts), max_len=max_len))
+            try:
+                await run_loops(stop, worker.run(stop), [follower.run(), evaluator.run()])
+            finally:
+                self._phase = "stopping"
+        _LOG.info("stopped", extra=log.fields(worker=self._worker))
+
+    def _make_sampler(self, renderer: Renderer) -> VllmSampler:
+        student, rollout = self._config.student, self._config.rollout
+        return VllmSampler(
+            student.model,
+            dtype=student.dtype,
+            max_model_len=student.max_model_len,
+            max_num_seqs=rollout.max_num_seqs,
+            kv_cache_bytes=rollout.kv_cache_bytes,
+            threads=rollout.threads,
+            stop_token_ids=renderer.stop_token_ids,
+            # Workers of one run must not draw the same random numbers.
+            seed=zlib.crc32(f"{self._config.run.seed}/{self._worker}".encode()),
+        )
+
+
+def make_leases(config: RolloutConfig, store: redis.asyncio.Redis) -> Leases:
+    """The run's prompt leases with this configuration's gate."""
+    return Leases(
+        store,
+        Keys(config.run.name),
+        n=config.rollout.n,
+        batch_size=config.trainer.batch_size,
+        max_staleness=config.flow.max_staleness,
+        max_queue_bytes=config.flow.max_queue_bytes,
+        lease_s=config.rollout.lease_s,
+        max_attempts=config.rollout.max_attempts,
+    )
+
+
+async def run_loops(
+    stop: asyncio.Event, work: Coroutine[Any, Any, None], companions: list[Coroutine[Any, Any, None]]
+) -> None:
+    """Run `work` until it ends, with companions that run for ever; one that fails stops the work, then raises."""
+    main_task = asyncio.ensure_future(work)
+    others = [asyncio.ensure_future(companion) for companion in companions]
+    await asyncio.wait([main_task, *others], return_when=asyncio.FIRST_COMPLETED)
+    failed = [task for task in others if task.done()]
+    stop.set()
+    await asyncio.wait([main_task])
+    for task in others:
+        task.cancel()
+    await asyncio.wait(others)
+    for task in [*failed, main_task]:
+        task.result()
+
+
+async def _unless_stopped(stop: asyncio.Event, start: Coroutine[Any, Any, Any]) -> Any:
+    """The coroutine's result; when `stop` comes first it is cancelled and _Stopped raised."""
+    task = asyncio.ensure_future(start)
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _Stopped
+        return task.result()
+    finally:
+        stopped.cancel()
+        task.cancel()
+
+
+def _check_routes(prompts: PromptSet, config: RolloutConfig) -> None:
+    if unknown := sorted(prompts.data_sources - config.routes.keys()):
+        raise ConfigError(
+            f"data_source {unknown[0]!r} has no teacher: add `{unknown[0]}: TEACHER` under routes "
+            f"(known: {', '.join(sorted(config.routes))})"
+        )
+
+
+def main() -> None:
+    """Start a worker."""
+    arguments = load()
+    config = arguments.config
+    log.configure(f"rollout/{arguments.worker}")
+    check_model_folder(config.student.model, setting="student.model")
+    check_port_free(config.rollout.host, arguments.port, setting="rollout.port (or --port)")
+    try:
+        asyncio.run(RolloutService(arguments).run())
+    finally:
+        gc.freeze()  # the last collection over torch's and vLLM's objects takes seconds and frees nothing of use
+
+
+if __name__ == "__main__":
+    run_main(main)

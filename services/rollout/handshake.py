@@ -1,0 +1,62 @@
+"""Before the engine starts: every teacher that a route names must be there, and mean the same by an id as the student."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from services.rollout.config import RolloutConfig
+from shared.client import LogprobsClient
+from shared.errors import ConfigError, TeacherError
+from shared.tokenizer import tokenizer_hash
+
+START_TIMEOUT_S = 180.0
+"""How long teachers may take to load their models."""
+
+_UNREACHABLE_S = 15.0
+
+
+async def check_teachers(config: RolloutConfig, client: LogprobsClient) -> int:
+    """Compare tokenizers and limits with every teacher.
+
+    Returns:
+        The most tokens of a sequence that the student and all teachers take.
+
+    Raises:
+        ConfigError: gateway or teacher not reachable, another tokenizer, or too small a top_k.
+    """
+    own = tokenizer_hash(config.student.model)
+    lengths = [config.student.max_model_len]
+    for teacher in sorted(set(config.routes.values())):
+        info = await _wait_info(config, client, teacher)
+        if info["tokenizer_hash"] != own:
+            raise ConfigError(
+                f"teacher {teacher!r} ({info.get('model')}) has another tokenizer than student.model "
+                f"{config.student.model} ({info['tokenizer_hash']} and {own}): their token ids do not mean the same, "
+                "choose two models of one family"
+            )
+        limits = info["limits"]
+        if config.rollout.top_k > limits["max_top_k"]:
+            raise ConfigError(
+                f"rollout.top_k={config.rollout.top_k} is over what teacher {teacher!r} serves "
+                f"({limits['max_top_k']}): lower it, or raise teachers.{teacher}.max_top_k"
+            )
+        lengths.append(limits["max_model_len"])
+    return min(lengths)
+
+
+async def _wait_info(config: RolloutConfig, client: LogprobsClient, teacher: str) -> dict:
+    """What a teacher says of itself, waiting for one that is still loading."""
+    started = time.monotonic()
+    while True:
+        try:
+            return await client.info(teacher)
+        except TeacherError as error:
+            waited_s = time.monotonic() - started
+            limit_s = START_TIMEOUT_S if error.status == 503 else _UNREACHABLE_S
+            if error.retry_after_s is None or waited_s > limit_s:
+                raise ConfigError(
+                    f"teacher {teacher!r} is not to be had at the gateway {config.gateway_url} "
+                    f"(gateway.host, gateway.port): {error.reason}; start both before the workers"
+                ) from error
+        await asyncio.sleep(0.5)

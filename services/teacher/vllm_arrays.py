@@ -1,0 +1,71 @@
+"""Keeps vLLM's prompt logprobs as arrays on their way through the front end.
+
+vLLM turns the tensors that its engine sends into one Python object per token and candidate (206 µs a token at k = 64).
+The subclasses below leave them alone. They lean on private API of the pinned version; `check_vllm` and
+tests/teacher/test_vllm_contract.py fail when it moves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.outputs import LogprobsTensors
+
+from shared.errors import ConfigError
+
+
+class PromptArrays:
+    """Prompt logprobs of one request: row i scores prompt token i + 1; column 0 is that token, the rest the top k."""
+
+    __slots__ = ("logprobs", "token_ids")
+
+    def __init__(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
+        self.token_ids = token_ids  # [S - 1, k + 1] int32
+        self.logprobs = logprobs  # [S - 1, k + 1] float32
+
+
+class ArrayLogprobsProcessor(LogprobsProcessor):
+    """Stores the tensors of the last prefill chunk (they cover the whole prompt) as they came."""
+
+    def _update_prompt_logprobs(self, prompt_logprobs_tensors: LogprobsTensors) -> None:
+        token_ids, logprobs, *_ = prompt_logprobs_tensors
+        self.prompt_logprobs = PromptArrays(token_ids.numpy(), logprobs.numpy())  # type: ignore[assignment]
+
+
+class ArrayOutputProcessor(OutputProcessor):
+    """Gives every new request the processor above."""
+
+    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        super().add_request(request, *args, **kwargs)
+        state = self.request_states.get(request.request_id)
+        if state is not None and state.logprobs_processor is not None:
+            state.logprobs_processor.__class__ = ArrayLogprobsProcessor
+
+
+def keep_arrays(engine: AsyncLLM) -> None:
+    """Makes an engine return `PromptArrays` in `RequestOutput.prompt_logprobs`.
+
+    The class is exchanged, not the object: the engine's output loop may hold the object already.
+    """
+    check_vllm()
+    engine.output_processor.__class__ = ArrayOutputProcessor
+
+
+def check_vllm() -> None:
+    """Raises ConfigError when the private methods used here are not those of the pinned vLLM."""
+    expected = {
+        LogprobsProcessor._update_prompt_logprobs: ["self", "prompt_logprobs_tensors"],
+        OutputProcessor.add_request: ["self", "request", "prompt", "parent_req", "request_index", "queue"],
+    }
+    for method, parameters in expected.items():
+        found = list(inspect.signature(method).parameters)
+        if found != parameters:
+            raise ConfigError(
+                f"this vLLM is not the pinned one: {method.__qualname__} takes {found}, expected {parameters}; "
+                "install the version in services/teacher/pyproject.toml"
+            )

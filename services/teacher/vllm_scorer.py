@@ -1,0 +1,223 @@
+"""A teacher on vLLM's AsyncLLM in this process, the engine core in one child process.
+
+The scored sequence goes in as a prompt with `prompt_logprobs`; one token is generated because vLLM generates at least
+one, and thrown away. Logprobs are raw (temperature 1) and come from a float32 head. The prefix cache is not read for such
+requests (vLLM's default), so every row was computed for this request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from services.teacher.scorer import ScorerInfo, ScoringError, check_scores
+from shared import log
+from shared.config import TeacherSection
+from shared.errors import ConfigError
+from shared.wire import SequenceScores
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from services.teacher.vllm_arrays import PromptArrays
+
+_log = log.get(__name__)
+_SHUTDOWN_TIMEOUT_S = 5.0
+
+
+class VllmScorer:
+    """See scorer.Scorer."""
+
+    def __init__(self, section: TeacherSection) -> None:
+        self._section = section
+        self._model_config = _read_json(section.model / "config.json")
+        self._max_model_len = _engine_len(section, self._model_config)
+        self._engine: AsyncLLM | None = None
+        self._info: ScorerInfo | None = None
+        self._request_ids = itertools.count()
+        _check_kv_cache(section, self._model_config, self._max_model_len)
+
+    @property
+    def info(self) -> ScorerInfo:
+        if self._info is None:
+            raise ScoringError("the engine is still starting")
+        return self._info
+
+    @property
+    def alive(self) -> bool:
+        return self._engine is None or not self._engine.errored
+
+    async def start(self) -> None:
+        _set_environment(self._section.threads)
+        started = time.monotonic()
+        # A thread, because importing vLLM and waiting for the engine core would block health answers and SIGTERM.
+        self._engine = await asyncio.to_thread(self._create_engine)
+        import vllm
+
+        config = self._engine.model_config
+        vocab_size = config.get_vocab_size()
+        self._info = ScorerInfo(
+            engine=f"vllm {vllm.__version__}",
+            dtype=str(config.dtype).removeprefix("torch."),
+            vocab_size=vocab_size,
+            max_model_len=self._max_model_len - 1,
+            max_top_k=min(self._section.max_top_k, vocab_size),
+            serves_candidates=False,
+        )
+        _log.info("engine_started", extra=log.fields(start_s=round(time.monotonic() - started, 1)))
+
+    def _create_engine(self) -> AsyncLLM:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        from services.teacher.vllm_arrays import keep_arrays
+
+        section = self._section
+        arguments = AsyncEngineArgs(
+            model=str(section.model),
+            dtype=section.dtype,
+            max_model_len=self._max_model_len,
+            max_num_batched_tokens=section.max_num_batched_tokens,
+            max_num_seqs=min(section.max_num_seqs, section.max_num_batched_tokens),
+            max_logprobs=section.max_top_k,
+            kv_cache_memory_bytes=section.kv_cache_bytes,
+            hf_overrides={"head_dtype": "float32"},
+            logprobs_mode="raw_logprobs",
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            # The worker lives in the engine core's process: one process and one import of torch fewer to start.
+            distributed_executor_backend=UniProcExecutor,
+            disable_log_stats=True,
+            enable_log_requests=False,
+        )
+        engine = AsyncLLM.from_engine_args(arguments)
+        keep_arrays(engine)
+        return engine
+
+    async def score(
+        self,
+        token_ids: list[int],
+        prompt_len: int | None,
+        top_k: int,
+        candidate_ids: np.ndarray | None = None,
+    ) -> SequenceScores:
+        if candidate_ids is not None:
+            raise ScoringError("candidate_ids are not served by this engine")
+        first = 1 if prompt_len is None else prompt_len
+        if len(token_ids) == first:
+            return _select_rows(np.empty((0, top_k + 1), np.int32), np.empty((0, top_k + 1), np.float32), top_k)
+        arrays = await self._prompt_logprobs(token_ids, top_k)
+        if arrays.logprobs.shape != (len(token_ids) - 1, top_k + 1):
+            raise ScoringError(f"the engine returned rows of shape {arrays.logprobs.shape} for {len(token_ids)} tokens")
+        scores = _select_rows(arrays.token_ids[first - 1 :], arrays.logprobs[first - 1 :], top_k)
+        check_scores(token_ids, first, scores)
+        return scores
+
+    async def _prompt_logprobs(self, token_ids: list[int], top_k: int) -> PromptArrays:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        if self._engine is None:
+            raise ScoringError("the engine is not running")
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            prompt_logprobs=top_k,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt: Any = {"prompt_token_ids": token_ids}
+        output = None
+        try:
+            async for output in self._engine.generate(prompt, params, f"score-{next(self._request_ids)}"):
+                pass
+        except (EngineDeadError, EngineGenerateError, ValueError) as error:
+            raise ScoringError(f"the engine failed: {type(error).__name__}: {error}") from error
+        if output is None or output.prompt_logprobs is None:
+            raise ScoringError("the engine returned no logprobs")
+        return output.prompt_logprobs  # type: ignore[return-value]
+
+    def num_unfinished(self) -> int:
+        """Requests that the engine still holds."""
+        return 0 if self._engine is None else self._engine.get_num_unfinished_requests()
+
+    async def close(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await asyncio.to_thread(partial(engine.shutdown, timeout=_SHUTDOWN_TIMEOUT_S))
+
+
+def _select_rows(token_ids: np.ndarray, logprobs: np.ndarray, top_k: int) -> SequenceScores:
+    """Scores from the engine's columns: the actual token, then the top k most likely first, ties by id."""
+    scores = SequenceScores(token_ids[:, 0].copy(), logprobs[:, 0].copy())
+    if top_k:
+        ids, values = token_ids[:, 1:].copy(), logprobs[:, 1:].copy()
+        unordered = np.flatnonzero((values[:, 1:] >= values[:, :-1]).any(axis=1))
+        if unordered.size:
+            order = np.lexsort((ids[unordered], -values[unordered]), axis=-1)
+            ids[unordered] = np.take_along_axis(ids[unordered], order, axis=1)
+            values[unordered] = np.take_along_axis(values[unordered], order, axis=1)
+        scores.top_ids, scores.top_logprobs = ids, values
+    return scores
+
+
+def _set_environment(threads: int) -> None:
+    """vLLM reads these when it is imported; what the user has set stays."""
+    defaults = {
+        # Pinning by vLLM puts every engine of a machine on the same core.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        # The only thing compiled in eager mode is a rank count that nobody reads; without it no C++ compiler is needed.
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is not a model configuration")
+    return value
+
+
+def _engine_len(section: TeacherSection, model_config: dict[str, Any]) -> int:
+    """The engine's length limit: one more than a scored sequence may have, for the token that is thrown away."""
+    longest = model_config.get("max_position_embeddings")
+    wanted = section.max_model_len + 1
+    return wanted if longest is None else min(wanted, int(longest))
+
+
+def _check_kv_cache(section: TeacherSection, model_config: dict[str, Any], engine_len: int) -> None:
+    """One sequence of full length must fit; vLLM would say so only after half a minute."""
+    try:
+        heads = model_config["num_attention_heads"]
+        head_dim = model_config.get("head_dim") or model_config["hidden_size"] // heads
+        per_token = 2 * model_config["num_hidden_layers"] * (model_config.get("num_key_value_heads") or heads) * head_dim
+    except (KeyError, TypeError, ZeroDivisionError):
+        return  # an unusual architecture: the engine itself checks
+    block = 128
+    needed = -(-engine_len // block) * block * per_token * (4 if section.dtype == "float32" else 2)
+    if needed > section.kv_cache_bytes:
+        raise ConfigError(
+            f"kv_cache_bytes={section.kv_cache_bytes} cannot hold one sequence of max_model_len={section.max_model_len} "
+            f"tokens of {section.model}: set it to {needed} or more, or lower max_model_len"
+        )

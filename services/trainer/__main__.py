@@ -1,0 +1,74 @@
+"""`python -m services.trainer --config FILE [--set KEY=VALUE]…`, or the same under torchrun for several ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+
+from services.trainer.config import TrainerConfig, load
+from shared import log
+from shared.config import check_model_folder
+from shared.errors import run_main
+from shared.redis_client import connect
+from shared.service import check_port_free, health_thread, stop_event
+
+
+def main() -> None:
+    """Start this rank."""
+    config = load()
+    rank = int(os.environ.get("RANK", "0"))
+    log.configure(f"trainer/{rank}" if rank else "trainer")
+    check_model_folder(config.student.model, setting="student.model")
+    if rank:
+        _follow(config)
+        return
+    check_port_free(config.trainer.host, config.trainer.port, setting="trainer.port")
+    asyncio.run(_lead(config))
+
+
+def _ranks(config: TrainerConfig) -> tuple:
+    from services.trainer.ranks import Ranks
+    from services.trainer.student import Student
+
+    student = Student(config)
+    operations = {
+        "step": student.step,
+        "score": student.score,
+        "push": student.push,
+        "save": student.save,
+        "load": student.load,
+        "export": student.export,
+    }
+    return student, Ranks(operations, student.model.device)
+
+
+def _follow(config: TrainerConfig) -> None:
+    _, ranks = _ranks(config)
+    ranks.follow()
+
+
+async def _lead(config: TrainerConfig) -> None:
+    from services.trainer.loop import Trainer
+
+    stop = stop_event()
+    status = {"ready": False, "reason": "loading the model"}
+    client = await connect(config.redis.url)
+    with health_thread(config.trainer.host, config.trainer.port, lambda: (status["ready"], status["reason"])):
+        student, ranks = _ranks(config)
+        status.update(ready=True, reason="training")
+        run = asyncio.ensure_future(Trainer(config, student, ranks, client).run())
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({run, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not run.done():
+            log.get(__name__).info("stopping", extra=log.fields(reason="signal"))
+            run.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await run
+        ranks.stop()
+    await client.aclose()
+
+
+if __name__ == "__main__":
+    run_main(main)

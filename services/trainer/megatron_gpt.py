@@ -1,0 +1,170 @@
+"""Megatron's GPT for packed sequences: attention within each, logits only at the rows that carry loss.
+
+A packed row of T tokens needs no T x T mask. On a CPU the sequences are grouped by length (within a factor of two), each
+group is gathered into [B, S], and causal attention runs on it: what pads a sequence lies behind it, where causal
+attention never looks, and is dropped again. On CUDA, Transformer Engine takes the borders of the sequences instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from mbridge.core.bridge import Bridge
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional as F
+
+
+@dataclass
+class PackedLayout(PackedSeqParams):
+    """Where the sequences of a packed row lie, for `PackedAttention`.
+
+    Attributes:
+        groups: per group of sequences of similar length [B, S] int64 positions in the row.
+        restore: [T] int64 where each position's output lies in the groups' outputs one behind the other; None when
+            one group in packed order is the whole row.
+    """
+
+    groups: list[torch.Tensor] = field(default_factory=list)
+    restore: torch.Tensor | None = None
+
+
+def packed_params(cu_seqlens: torch.Tensor, *, cuda: bool) -> PackedSeqParams:
+    """What the attention needs to know of borders `cu_seqlens` [B + 1]."""
+    lengths = cu_seqlens.diff().long()
+    longest = int(lengths.max())
+    if cuda:
+        borders = cu_seqlens.cuda()
+        return PackedSeqParams("thd", borders, borders, max_seqlen_q=longest, max_seqlen_kv=longest)
+    starts = cu_seqlens[:-1].long()
+    groups: list[torch.Tensor] = []
+    restore = torch.empty(int(cu_seqlens[-1]), dtype=torch.int64)
+    offset = 0
+    for members in _groups_by_length(lengths):
+        column = torch.arange(int(lengths[members].max()))
+        real = column < lengths[members][:, None]
+        index = starts[members][:, None] + torch.where(real, column, 0)
+        restore[index[real]] = offset + torch.arange(real.numel()).view(real.shape)[real]
+        groups.append(index)
+        offset += index.numel()
+    whole = torch.arange(len(restore))
+    in_order = len(groups) == 1 and torch.equal(groups[0].flatten(), whole)
+    return PackedLayout(
+        qkv_format="sbhd",
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        groups=groups,
+        restore=None if in_order else restore,
+    )
+
+
+def _groups_by_length(lengths: torch.Tensor) -> list[torch.Tensor]:
+    """Sequence numbers grouped so that none is padded to more than twice its length."""
+    remaining = lengths.sort(descending=True, stable=True).indices
+    groups = []
+    while len(remaining):
+        fits = 2 * lengths[remaining] > lengths[remaining[0]]
+        groups.append(remaining[fits].sort().values)
+        remaining = remaining[~fits]
+    return groups
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each sequence of a packed row; the local spec's core attention.
+
+    Megatron's own local attention makes scores of [heads, T, T] and masks them.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        """Takes the arguments that Megatron gives to every core attention; only the scale matters here."""
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: PackedLayout,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[T, 1, heads, d] queries and [T, 1, groups, d] keys and values to [T, 1, heads * d]."""
+        if len(packed_seq_params.groups) == 1 and packed_seq_params.restore is None:
+            output = self._attend(query, key, value, packed_seq_params.groups[0].shape)
+            return output.unsqueeze(1)
+        parts = []
+        for index in packed_seq_params.groups:
+            flat = index.flatten()
+            parts.append(self._attend(query[flat], key[flat], value[flat], index.shape))
+        return torch.cat(parts)[packed_seq_params.restore].unsqueeze(1)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Causal attention on `shape` = [B, S]; [B * S, 1, heads, d] to [B * S, heads * d]."""
+        repeats = query.shape[2] // key.shape[2]
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
+        q, k, v = (x.reshape(*shape, x.shape[2], x.shape[3]).transpose(1, 2) for x in (query, key, value))
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
+        return output.transpose(1, 2).reshape(len(query), -1)
+
+
+class PackedGPT(GPTModel):
+    """GPT whose positions restart with every sequence, and which computes logits [1, N, U] at chosen rows alone."""
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        packed_seq_params: PackedSeqParams,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits of the hidden states at `rows` [N]; hidden states [T, 1, hidden] on a stage that is not the last."""
+        self._rows = rows
+        return super().forward(input_ids, position_ids, None, packed_seq_params=packed_seq_params)
+
+    def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        out = list(super()._preprocess(input_ids, position_ids, *args, **kwargs))
+        out[1] = out[1][position_ids[0]]
+        return tuple(out)
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.post_process:
+            hidden_states = hidden_states[self._rows]
+        return super()._postprocess(hidden_states, *args, **kwargs)
+
+
+def build_gpt(bridge: Bridge, *, pre_process: bool, post_process: bool, cuda: bool) -> PackedGPT:
+    """The module of this pipeline stage, with uninitialised weights."""
+    args = bridge._get_gptmodel_args()
+    multiple = bridge.make_vocab_size_divisible_by
+    bridge.vocab_size = args["vocab_size"]
+    bridge.padded_vocab_size = -(-bridge.vocab_size // multiple) * multiple
+    args["vocab_size"] = bridge.padded_vocab_size
+    return PackedGPT(
+        config=bridge.config,
+        transformer_layer_spec=_layer_spec(bridge.config, cuda=cuda),
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=bridge.hf_config.tie_word_embeddings,
+        **args,
+    )
+
+
+def _layer_spec(config: TransformerConfig, *, cuda: bool) -> ModuleSpec:
+    if cuda:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    return spec

@@ -1,0 +1,309 @@
+"""The policy that is trained: a Megatron-core GPT from a Hugging Face folder, its optimizer, and the way back."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from mbridge.core.bridge import Bridge
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import Float16Module
+
+from services.trainer import megatron_parallel as ranks
+from services.trainer.batch import Microbatch, scoring_microbatch
+from services.trainer.megatron_bridge import make_bridge, read_hf_config
+from services.trainer.megatron_cpu import megatron_device
+from services.trainer.megatron_export import hf_tensors, write_hf_folder
+from services.trainer.megatron_gpt import build_gpt, packed_params
+from services.trainer.vocab_parallel import VocabShard, support_logprobs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class LossFunction(Protocol):
+    """Sum of a micro-batch's losses, and sums for the metrics (see loss.DistillationLoss)."""
+
+    def __call__(
+        self, logits: torch.Tensor, batch: Microbatch, shard: VocabShard
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def summarise(self, sums: torch.Tensor) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW with a linear warm-up to a constant learning rate.
+
+    Attributes:
+        grad_clip: largest norm of the global gradient, 0 for none.
+        warmup_steps: steps until the full learning rate, 0 for none.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    grad_clip: float
+    warmup_steps: int
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of step 0, 1, 2, ..."""
+        return self.lr * min(1.0, (step + 1) / max(1, self.warmup_steps))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; the same on every rank.
+
+    Attributes:
+        loss: mean over the loss tokens of the global batch.
+        grad_norm: of the global gradient before clipping; not finite when the step was skipped for it.
+        skipped: the weights did not change: no loss token, or a gradient that is not finite.
+        metrics: means over tokens, by "teacher/metric".
+        num_loss_tokens: in the global batch.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    metrics: dict[str, float]
+    num_loss_tokens: int
+
+
+class PolicyModel:
+    """One rank's part of the student.
+
+    Attributes:
+        num_updates: optimizer steps taken; decides the learning rate.
+        layout: sizes and ranks of this process (see megatron_parallel.layout).
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        bridge: Bridge,
+        module: DistributedDataParallel,
+        optimizer: MegatronOptimizer,
+        settings: OptimizerSettings,
+    ) -> None:
+        """Use `build`."""
+        self.model_path = model_path
+        self.bridge = bridge
+        self.module = module
+        self.optimizer = optimizer
+        self.settings = settings
+        self.num_updates = 0
+        self.layout = ranks.layout()
+        self.vocab_size: int = bridge.hf_config.vocab_size
+
+    @classmethod
+    def build(
+        cls,
+        model_path: Path,
+        *,
+        dtype: Literal["float32", "bfloat16"],
+        tp: int,
+        pp: int,
+        optim: OptimizerSettings,
+        seed: int,
+    ) -> PolicyModel:
+        """Start the process groups, load the weights and make the optimizer.
+
+        Raises:
+            ConfigError: the folder or the split over ranks is not one that can be trained.
+        """
+        config = read_hf_config(model_path)
+        cuda = torch.cuda.is_available()
+        with megatron_device():
+            ranks.initialise(tp, pp, seed)
+            bridge = make_bridge(config, dtype=DTYPES[dtype], tp=tp, cuda=cuda)
+            gpt = build_gpt(
+                bridge,
+                pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+                cuda=cuda,
+            )
+            for parameter in gpt.parameters():
+                set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            with torch.no_grad():
+                bridge.load_weights([gpt], str(model_path))
+            inner = Float16Module(bridge.config, gpt) if dtype == "bfloat16" else gpt
+            ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+            module = DistributedDataParallel(bridge.config, ddp, inner)
+            bridge.config.finalize_model_grads_func = finalize_model_grads
+            optimizer = _make_optimizer(module, optim, DTYPES[dtype])
+        return cls(model_path, bridge, module, optimizer, optim)
+
+    def train_step(self, microbatches: Sequence[Microbatch], loss_fn: LossFunction) -> StepResult:
+        """One optimizer step on this rank's micro-batches (the same ones on all ranks of a TP x PP group).
+
+        The gradient is that of the token mean over the global batch, however it was cut into micro-batches.
+        """
+        with megatron_device():
+            self.module.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            outputs = self._run(microbatches, partial(_training_loss, loss_fn), forward_only=False)
+            loss, num_tokens, sums = self._global_sums(outputs)
+            lr = self.settings.lr_at(self.num_updates)
+            grad_norm, skipped = self._update(lr) if num_tokens else (0.0, True)
+        return StepResult(
+            loss=loss / max(1, num_tokens),
+            grad_norm=grad_norm,
+            lr=lr,
+            skipped=skipped,
+            metrics=loss_fn.summarise(sums) if sums is not None else {},
+            num_loss_tokens=num_tokens,
+        )
+
+    def score(self, token_ids: Sequence[int]) -> np.ndarray:
+        """[S - 1] float32: logprob of every token but the first, given those before it."""
+        with megatron_device(), torch.no_grad():
+            outputs = self._run([scoring_microbatch(token_ids)], _target_logprobs, forward_only=True)
+            device = next(self.module.parameters()).device
+            result = outputs[0] if outputs else torch.zeros(len(token_ids) - 1, dtype=torch.float64, device=device)
+            return ranks.from_last_stage(result).float().cpu().numpy()
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hugging Face names and copies of the tensors, on the CPU, on every rank (all ranks must call it)."""
+        with megatron_device(), torch.no_grad():
+            tensors = hf_tensors(self.bridge, self.gpt)
+        return iter(tensors)
+
+    def save_hf(self, path: Path) -> None:
+        """A folder that plain transformers loads; rank 0 writes, all ranks must call it."""
+        tensors = dict(self.export())
+        if self.layout["rank"] == 0:
+            write_hf_folder(path, self.model_path, tensors)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        ranks.shutdown()
+
+    @property
+    def gpt(self) -> torch.nn.Module:
+        """The GPT inside its wrappers."""
+        inner = self.module.module
+        return inner.module if isinstance(inner, Float16Module) else inner
+
+    def _run(
+        self, microbatches: Sequence[Microbatch], consume: Callable[..., Any], *, forward_only: bool
+    ) -> list[Any]:
+        """Through Megatron's schedule; what `consume(batch, shard, logits)` reports, on the last stage alone."""
+        half = isinstance(self.module.module, Float16Module)
+        device = next(self.module.parameters()).device
+
+        def forward_step(batches: Iterator[Microbatch], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            batch = next(batches)
+            logits = module(
+                batch.tokens.to(device),
+                batch.position_ids.to(device),
+                packed_seq_params=packed_params(batch.cu_seqlens, cuda=device.type == "cuda"),
+                rows=batch.rows.to(device),
+                **({"fp32_output": False} if half else {}),
+            )
+            return logits, lambda output: self._consume(consume, batch, output)
+
+        schedule = get_forward_backward_func()
+        return schedule(
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatches),
+            model=[self.module],
+            num_microbatches=len(microbatches),
+            seq_length=max(m.num_tokens for m in microbatches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _consume(self, consume: Callable[..., Any], batch: Microbatch, output: torch.Tensor) -> Any:
+        logits = output.squeeze(0)  # an index would make the backward pass copy it into zeros
+        return consume(batch, ranks.vocab_shard(logits.shape[1], self.vocab_size), logits)
+
+    def _global_sums(self, outputs: list[torch.Tensor]) -> tuple[float, int, torch.Tensor | None]:
+        """Sum of the losses, number of loss tokens and metric sums over all micro-batches and ranks."""
+        shape = torch.zeros(4, dtype=torch.int64)
+        if outputs:
+            shape[: 1 + outputs[0][1].dim()] = torch.tensor([outputs[0][1].dim(), *outputs[0][1].shape])
+        device = next(self.module.parameters()).device
+        shape = ranks.from_last_stage(shape.to(device)).tolist()
+        metrics_shape = shape[1 : 1 + shape[0]]
+        flat = torch.zeros(2 + math.prod(metrics_shape), dtype=torch.float64, device=device)
+        for head, sums in outputs:
+            flat += torch.cat([head, sums.flatten()]).to(device)
+        flat = ranks.sum_over_data_parallel(ranks.from_last_stage(flat)).cpu()
+        return float(flat[0]), int(flat[1]), flat[2:].view(metrics_shape)
+
+    def _update(self, lr: float) -> tuple[float, bool]:
+        """Clip and step; leaves the weights alone when the gradient is not finite. Returns its norm and whether it did."""
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            return grad_norm, True
+        if self.settings.grad_clip > 0:
+            for part in self.optimizer.chained_optimizers:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), self.settings.grad_clip, grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step_with_ready_grads()
+        self.num_updates += 1
+        return grad_norm, False
+
+
+def _make_optimizer(
+    module: DistributedDataParallel, settings: OptimizerSettings, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """Megatron's distributed AdamW with float32 main weights; biases and norms do not decay."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1],
+        adam_eps=settings.eps,
+        clip_grad=settings.grad_clip,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return get_megatron_optimizer(config, [module], get_standard_config_overrides(config))
+
+
+def _training_loss(
+    loss_fn: LossFunction, batch: Microbatch, shard: VocabShard, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Loss sum, number of loss tokens, and ([loss sum, tokens], metric sums) for the report."""
+    loss, sums = loss_fn(logits, batch, shard)
+    num_tokens = torch.tensor(batch.num_loss_tokens, dtype=torch.int, device=logits.device)
+    head = torch.tensor([float(loss.detach()), batch.num_loss_tokens], dtype=torch.float64)
+    return loss, num_tokens, (head, sums.detach())
+
+
+def _target_logprobs(
+    batch: Microbatch, shard: VocabShard, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = batch.targets.to(logits.device)[:, None]
+    found = support_logprobs(logits, ids, torch.zeros_like(ids, dtype=torch.bool), shard)
+    return logits.new_zeros(()), torch.tensor(0, dtype=torch.int), found.logprobs[:, 0]

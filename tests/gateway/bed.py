@@ -1,0 +1,111 @@
+"""Starts a real gateway and real stand-in replicas, and keeps clients asking."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from conftest import Service, free_port, wait_until
+
+BODY = {"model": "math", "token_ids": [[1, 2, 3, 4]], "prompt_len": [2]}
+
+
+@dataclass
+class Stand:
+    """A stand-in replica process and its controls."""
+
+    service: Service
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def behave(self, name: str) -> None:
+        async with httpx.AsyncClient() as client:
+            (await client.post(f"{self.url}/behave?{name}")).raise_for_status()
+
+    async def counts(self) -> dict[str, Any]:
+        async with httpx.AsyncClient() as client:
+            return (await client.get(f"{self.url}/counts")).json()
+
+
+@dataclass
+class Bed:
+    """Starts replicas and one gateway."""
+
+    run: Callable[..., Service]
+    port: int = field(default_factory=free_port)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def replica(self, behaviour: str = "good", port: int | None = None, fingerprint: str = "f1") -> Stand:
+        port = port or free_port()
+        service = self.run("tests.gateway.stand_in", port, "math", fingerprint, behaviour)
+        stand = Stand(service, port)
+        await service.wait_ready(f"{stand.url}/counts")
+        return stand
+
+    async def gateway(
+        self, *ports: int, wait: bool = True, timeout_s: float = 6.0, env: dict[str, str] | None = None
+    ) -> Service:
+        teachers = [part for port in ports for part in ("--teacher", f"math=http://127.0.0.1:{port}")]
+        settings = [f"gateway.request_timeout_s={timeout_s}", "gateway.probe_interval_s=0.2"]
+        overrides = [part for text in settings for part in ("--set", text)]
+        service = self.run("services.gateway", "--port", self.port, *teachers, *overrides, env=env)
+        await service.wait_ready(f"{self.url}/healthz")
+        if wait:
+            await self.wait_states(*["ready"] * len(ports))
+        return service
+
+    async def states(self) -> list[str]:
+        async with httpx.AsyncClient() as client:
+            info = (await client.get(f"{self.url}/info/math")).json()
+        return [replica["state"] for replica in info["replicas"]]
+
+    async def wait_states(self, *states: str) -> None:
+        async def reached() -> bool:
+            return await self.states() == list(states)
+
+        await wait_until(reached, 10, f"replicas {states}")
+
+
+@asynccontextmanager
+async def steady_load(url: str, clients: int = 8) -> AsyncIterator[Counter[int | str]]:
+    """Clients that ask without a pause; yields what they got so far: statuses, or the names of connection errors."""
+    results: Counter[int | str] = Counter()
+    stop = asyncio.Event()
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        while not stop.is_set():
+            try:
+                response = await client.post(f"{url}/logprobs", json=BODY, timeout=20)
+                assert response.status_code != 200 or response.json()["results"][0]["logprobs"] == [-3.0, -4.0]
+                results[response.status_code] += 1
+            except httpx.HTTPError as error:
+                results[type(error).__name__] += 1
+
+    async with httpx.AsyncClient() as client:
+        tasks = [asyncio.create_task(ask(client)) for _ in range(clients)]
+        try:
+            yield results
+        finally:
+            stop.set()
+            await asyncio.gather(*tasks)
+
+
+async def more(results: Counter[int | str], count: int = 50) -> None:
+    """Wait until the load has had `count` more good answers."""
+    goal = results[200] + count
+    await wait_until(lambda: results[200] >= goal, 15, f"{count} more answers; so far {dict(results)}")
+
+
+async def counted(stand: Stand, name: str, at_least: int) -> bool:
+    return (await stand.counts()).get(name, 0) >= at_least

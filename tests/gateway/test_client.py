@@ -1,0 +1,86 @@
+"""`shared.client` against a real gateway and a real replica."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import numpy as np
+import pytest
+from conftest import free_port, wait_until
+
+from shared.client import LogprobsClient
+from shared.errors import TeacherError
+from shared.wire import LogprobsRequest
+from tests.gateway.bed import Bed, counted
+
+REQUEST = LogprobsRequest(token_ids=[[1, 2, 3, 4], [9, 8]], prompt_len=[2, 1], top_k=3)
+
+
+def client_of(url: str, timeout_s: float = 10.0, key: str | None = None) -> LogprobsClient:
+    return LogprobsClient(url, key, connections=8, timeout_s=timeout_s)
+
+
+async def error_of(url: str, timeout_s: float = 10.0, teacher: str = "math") -> TeacherError:
+    async with client_of(url, timeout_s) as client:
+        with pytest.raises(TeacherError) as caught:
+            await client.score(REQUEST, teacher)
+    return caught.value
+
+
+async def test_scores_and_info_from_gateway_and_teacher(bed: Bed):
+    stand = await bed.replica()
+    await bed.gateway(stand.port)
+    for url in (bed.url, stand.url):
+        async with client_of(url) as client:
+            response = await client.score(REQUEST, "math")
+            assert (response.model, response.fingerprint) == ("math", "f1")
+            np.testing.assert_array_equal(response.results[0].logprobs, np.float32([-3, -4]))
+            np.testing.assert_array_equal(response.results[1].top_ids, [[0, 1, 2]])
+            assert (await client.info("math"))["vocab_size"] == 2**20
+            with pytest.raises(TeacherError) as caught:
+                await client.info("chat")
+            assert caught.value.status == 404
+    headers = (await stand.counts())["headers"]
+    assert headers["x-num-tokens"] == "6" and headers["x-teacher"] == "math"
+
+
+async def test_answers_that_do_not_fit_the_request_are_refused(bed: Bed):
+    stand = await bed.replica("shifted")
+    error = await error_of(stand.url)
+    assert "scored ids are not the ids sent" in error.reason and error.retry_after_s is None
+    await stand.behave("endless")
+    assert "bytes that fit the request" in (await error_of(stand.url)).reason
+    await stand.behave("noise")
+    assert "unusable answer" in (await error_of(stand.url)).reason
+    await stand.behave("good")
+    assert "'math' answered" in (await error_of(stand.url, teacher="chat")).reason
+
+
+async def test_what_is_tried_again_and_what_is_not(bed: Bed):
+    stand = await bed.replica("invalid")
+    error = await error_of(stand.url)
+    assert error.status == 422 and error.retry_after_s is None
+    assert (await stand.counts())["requests"] == 1
+    await stand.behave("full")
+    error = await error_of(stand.url, timeout_s=2)  # Retry-After is 7: waiting makes no sense
+    assert (error.status, error.retry_after_s) == (429, 7.0)
+    assert (await stand.counts())["requests"] == 2
+    error = await error_of(f"http://127.0.0.1:{free_port()}", timeout_s=0.5)
+    assert error.status == 0 and "ConnectError" in error.reason and error.retry_after_s is not None
+    await stand.behave("hang")
+    error = await error_of(stand.url, timeout_s=0.3)
+    assert error.status == 0 and "no answer within 0.3 s" in error.reason
+
+
+async def test_a_gateway_killed_and_started_again_costs_time_only(bed: Bed):
+    stand = await bed.replica("hold")
+    gateway = await bed.gateway(stand.port)
+    async with client_of(bed.url, timeout_s=30) as client:
+        scores = [asyncio.create_task(client.score(REQUEST, "math")) for _ in range(8)]
+        await wait_until(lambda: counted(stand, "in_flight", 1))
+        gateway.stop(signal.SIGKILL)
+        await stand.behave("good")
+        await bed.gateway(stand.port)
+        for response in await asyncio.gather(*scores):
+            np.testing.assert_array_equal(response.results[1].logprobs, np.float32([-8]))
