@@ -65,7 +65,9 @@ def load(argv: Sequence[str] | None = None) -> Arguments:
     parser = argparse.ArgumentParser(prog="python -m services.rollout", description="Samples from the student.")
     add_config_arguments(parser, required=True)
     parser.add_argument("--worker-id", default=None, help="name of this worker, unique in the run")
-    parser.add_argument("--port", type=int, default=None, help="port of /healthz /readyz /metrics; default rollout.port")
+    parser.add_argument(
+        "--port", type=int, default=None, help="port of /healthz /readyz /metrics; default rollout.port"
+    )
     arguments = parser.parse_args(argv)
     config = select(RolloutConfig, load_run(arguments.config, arguments.overrides))
     worker = arguments.worker_id or f"{socket.gethostname()}-{os.getpid()}"

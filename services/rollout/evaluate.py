@@ -148,7 +148,7 @@ class Evaluator:
     async def _writes_answer(self, teacher: str, record: PromptRecord) -> bool:
         async with self._places:
             prompt_ids = self._renderer.render(record)
-            answer_ids = self._renderer.encode_text(record.answer or "") + [self._renderer.eos_token_id]
+            answer_ids = [*self._renderer.encode_text(record.answer or ""), self._renderer.eos_token_id]
             request = LogprobsRequest(token_ids=[prompt_ids + answer_ids], prompt_len=[len(prompt_ids)], top_k=1)
             (scores,) = (await self._client.score(request, teacher=teacher)).results
             assert scores.top_ids is not None  # the client checks that what was asked for came back

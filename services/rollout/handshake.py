@@ -1,4 +1,4 @@
-"""Before the engine starts: every teacher that a route names must be there, and mean the same by an id as the student."""
+"""Before the engine starts: every teacher that a route names must be there and mean the same by an id as the student."""
 
 from __future__ import annotations
 

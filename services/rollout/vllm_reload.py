@@ -28,7 +28,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of every *.safetensors file in a push, in the file's order (which is by layer for trainers)."""
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
                 yield name, tensors.get_tensor(name)
 
 

@@ -38,6 +38,7 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
     # OpenMP threads that spin while they wait make an engine many times slower once processes outnumber cores.
     "OMP_WAIT_POLICY": "PASSIVE",
 }

@@ -1,0 +1,103 @@
+"""The teacher's HTTP interface: POST /logprobs, and what probes and people ask about it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from services.teacher import docs, http
+from services.teacher.service import TeacherService
+from shared import log
+from shared.errors import Problem
+from shared.wire import choose_accept
+
+_log = log.get(__name__)
+_CLIENT_GONE = 499  # nobody reads this status; it is for the metrics
+
+
+def create_app(service: TeacherService, key: str | None) -> FastAPI:
+    """The application; starting and stopping the service is up to the caller.
+
+    Args:
+        key: what clients must show; None switches authentication off.
+    """
+    app = FastAPI(title=f"opd teacher {service.config.name}", description=__doc__, redoc_url=None)
+
+    @app.post("/logprobs", openapi_extra=docs.LOGPROBS, responses=docs.RESPONSES)
+    async def logprobs(request: Request) -> Response:
+        """Logprobs of response tokens, and of the most likely ids at each of them."""
+        response = await _logprobs(service, key, request)
+        service.metrics.requests.labels(response.status_code).inc()
+        return response
+
+    @app.get("/healthz")
+    async def healthz() -> JSONResponse:
+        """Alive: the process answers and its engine has not died."""
+        alive = service.scorer.alive
+        return JSONResponse({"status": "alive" if alive else "engine dead"}, 200 if alive else 503)
+
+    @app.get("/readyz")
+    async def readyz() -> JSONResponse:
+        """Able to score: the canary sequence has its recorded logprobs."""
+        ready, reason = service.readiness()
+        return JSONResponse({"ready": ready, "reason": reason}, 200 if ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        service.metrics.ready.set(service.readiness()[0])
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/info")
+    async def info(request: Request) -> dict[str, Any]:
+        """Model, fingerprint, vocabulary, limits."""
+        http.authorize(request, key)
+        return service.describe()
+
+    _add_error_handlers(app)
+    app.add_middleware(http.RequestIds)
+    return app
+
+
+async def _logprobs(service: TeacherService, key: str | None, request: Request) -> Response:
+    """The answer to one request; every failure becomes a problem document."""
+    try:
+        http.authorize(request, key)
+        limit_s = http.timeout_s(request)
+        body = await http.read_body(request, service.limits.max_body_bytes)
+        content_type = request.headers.get("content-type", "")
+        parsed = service.parse(body, content_type, request.headers.get("x-teacher"))
+        accept = choose_accept(request.headers.get("accept", ""), content_type)
+
+        def race(work: Awaitable[Any]) -> Awaitable[Any]:
+            return http.until_disconnect(request, work, limit_s)
+
+        content, media_type = await service.answer(parsed, accept, race)
+        return Response(content, media_type=media_type)
+    except Problem as problem:
+        return http.problem_response(problem)
+    except ClientDisconnect:
+        service.metrics.aborted.inc()
+        return Response(status_code=_CLIENT_GONE)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def on_problem(request: Request, error: Problem) -> Response:
+        return http.problem_response(error)
+
+    async def on_http(request: Request, error: HTTPException) -> Response:
+        document = {"type": "about:blank", "title": error.detail, "status": error.status_code}
+        return JSONResponse(document, error.status_code, error.headers, media_type=Problem.content_type)
+
+    async def on_bug(request: Request, error: Exception) -> Response:
+        return http.problem_response(Problem("opd:internal", "the teacher failed; its log has the traceback"))
+
+    app.add_exception_handler(Problem, on_problem)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(Exception, on_bug)

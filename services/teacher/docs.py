@@ -1,0 +1,57 @@
+"""What /docs says of POST /logprobs; the body is read by shared.wire, so its shape is written here by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_IDS: dict[str, Any] = {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}}
+_BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+
+_REQUEST: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "model": {"type": "string", "description": "This teacher's name; anything else is 404"},
+        "token_ids": _IDS | {"description": "Sequences, prompt and response together"},
+        "prompt_len": {"type": "array", "items": {"type": "integer", "minimum": 1}, "description": "Per sequence"},
+        "top_k": {"type": "integer", "minimum": 0, "default": 0},
+        "candidate_ids": {"type": "array", "items": _IDS, "description": "422: not served by this engine yet"},
+        "prompt": {"type": "string"},
+        "messages": {"type": "array", "items": {"type": "object"}},
+        "completion": {"type": "string", "description": "The text to score after prompt or messages"},
+        "logprobs_dtype": {"enum": ["float32", "float16"], "default": "float32"},
+    },
+    "example": {"prompt": "2+2=", "completion": "4", "top_k": 3},
+}
+_PROBLEM: dict[str, Any] = {
+    "application/problem+json": {
+        "schema": {
+            "type": "object",
+            "properties": {name: {"type": "string"} for name in ("type", "title", "detail")}
+            | {"status": {"type": "integer"}},
+        }
+    }
+}
+_STATUSES = {
+    400: "Malformed", 401: "No or wrong key", 404: "Another teacher's name", 413: "Too long or too large",
+    415: "Neither JSON nor msgpack", 422: "A value that this teacher does not take", 429: "Full: Retry-After",
+    500: "The engine failed or answered NaN", 503: "Starting or engine dead", 504: "x-timeout-s has passed",
+}  # fmt: skip
+
+LOGPROBS: dict[str, Any] = {
+    "parameters": [
+        {"name": name, "in": "header", "schema": {"type": "string"}, "description": text}
+        for name, text in (
+            ("x-timeout-s", "Seconds that the client will wait"),
+            ("x-request-id", "Passed back; made up when absent"),
+            ("x-teacher", "Checked against this teacher's name"),
+        )
+    ],
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": _REQUEST}, "application/msgpack": _BINARY},
+    },
+}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Row t is log p(y_t | prompt, y_<t)", "content": {"application/msgpack": _BINARY}}
+} | {status: {"description": text, "content": _PROBLEM} for status, text in _STATUSES.items()}

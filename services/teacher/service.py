@@ -1,0 +1,196 @@
+"""The teacher between HTTP and engine: checks a request, admits it, scores its sequences, counts what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
+
+import numpy as np
+
+from services.teacher.admission import Admission
+from services.teacher.canary import Canary
+from services.teacher.config import TeacherConfig
+from services.teacher.fingerprint import fingerprint
+from services.teacher.metrics import Metrics
+from services.teacher.scorer import Scorer, ScoringError
+from services.teacher.text import TextCodec
+from shared import log
+from shared.errors import Problem, RunFailed
+from shared.tokenizer import tokenizer_hash
+from shared.wire import (
+    Limits,
+    LogprobsDtype,
+    LogprobsRequest,
+    LogprobsResponse,
+    SequenceScores,
+    check_sequences,
+    encode_response,
+    parse_request,
+)
+
+_log = log.get(__name__)
+_RETRY_WHILE_STARTING_S = 2.0
+
+Result = TypeVar("Result")
+
+
+class TeacherService:
+    """One replica. `start` once; `answer` for every request; `close` once."""
+
+    def __init__(self, config: TeacherConfig, scorer: Scorer) -> None:
+        """Reads the model folder's identity. Raises ConfigError when it cannot be read."""
+        self.config = config
+        self.scorer = scorer
+        self.metrics = Metrics()
+        self.canary = Canary(scorer)
+        self.admission = Admission(config.teacher.max_queued_tokens)
+        self.tokenizer_hash = tokenizer_hash(config.teacher.model)
+        self.fingerprint = fingerprint(config.teacher.model, self.tokenizer_hash, config.teacher.dtype)
+        self.stopping = False
+        self._text = TextCodec(config.teacher.model)
+        self._limits: Limits | None = None
+
+    async def start(self) -> None:
+        """Start the engine and record the canary.
+
+        Raises:
+            ConfigError: what the engine's user can mend.
+            RunFailed: the model answers nonsense.
+        """
+        await self.scorer.start()
+        if not await self.canary.check():
+            raise RunFailed(f"{self.config.teacher.model} cannot serve: {self.canary.reason}")
+        info = self.scorer.info
+        self._limits = Limits(
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            max_top_k=info.max_top_k,
+            max_body_bytes=self.config.teacher.max_body_bytes,
+        )
+        _log.info("ready", extra=log.fields(model=str(self.config.teacher.model), port=self.config.port))
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether this replica can score, and why not."""
+        if self.stopping:
+            return False, "stopping"
+        if not self.scorer.alive:
+            return False, "the engine has died"
+        if self._limits is None or not self.canary.ok:
+            return False, self.canary.reason or "the engine is starting"
+        return True, "the canary sequence has its recorded logprobs"
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of requests; Problem 503 while the engine starts."""
+        if self._limits is None:
+            raise Problem("opd:unavailable", "the engine is starting", retry_after_s=_RETRY_WHILE_STARTING_S)
+        return self._limits
+
+    def describe(self) -> dict[str, Any]:
+        """The document of /info; Problem 503 while the engine starts."""
+        limits, info = self.limits, self.scorer.info
+        return {
+            "model": self.config.name,
+            "fingerprint": self.fingerprint,
+            "tokenizer_hash": self.tokenizer_hash,
+            "vocab_size": info.vocab_size,
+            "dtype": info.dtype,
+            "engine": info.engine,
+            "version": _own_version(),
+            "limits": {
+                "max_model_len": limits.max_model_len,
+                "max_top_k": limits.max_top_k,
+                "max_body_bytes": limits.max_body_bytes,
+                "max_sequences": limits.max_sequences,
+                "max_queued_tokens": self.admission.max_tokens,
+                "candidate_ids": info.serves_candidates,
+            },
+        }
+
+    def parse(self, body: bytes, content_type: str, named: str | None) -> LogprobsRequest:
+        """A request that this teacher can answer; Problem otherwise.
+
+        Args:
+            named: teacher that a header asks for, if any; the body's `model` counts as well.
+        """
+        request = parse_request(body, content_type, self.limits)
+        for name in (named, request.model):
+            if name is not None and name != self.config.name:
+                raise Problem("opd:unknown-teacher", f"this is teacher {self.config.name!r}, not {name[:60]!r}")
+        if request.candidate_ids is not None and not self.scorer.info.serves_candidates:
+            raise Problem("opd:invalid", "candidate_ids are not served by this engine; ask for top_k instead")
+        return request
+
+    async def answer(
+        self, request: LogprobsRequest, accept: str, race: Callable[[Awaitable[Any]], Awaitable[Any]]
+    ) -> tuple[bytes, str]:
+        """Body and content type of the answer.
+
+        Args:
+            race: wraps the engine's work, and cancels it when the client goes away or its time is up.
+        """
+        received = time.monotonic()
+        is_text = request.token_ids is None
+        if is_text:
+            await asyncio.to_thread(self._text.encode, request)
+            check_sequences(request, self.limits)
+        with self.admission.admit(request.num_tokens):
+            self.metrics.queued_tokens.set(self.admission.tokens)
+            try:
+                results = await race(self._score_all(request))
+            finally:
+                self.metrics.queued_tokens.set(self.admission.tokens - request.num_tokens)
+        if is_text:
+            await asyncio.to_thread(self._text.decode, results[0])
+        engine_ms = 1000 * (time.monotonic() - received)
+        self._count(request, results, time.monotonic() - received)
+        usage = {"tokens": request.num_tokens, "cached_tokens": 0, "engine_ms": round(engine_ms, 1)}
+        response = LogprobsResponse(self.config.name, self.fingerprint, results, usage)
+        return _encode(response, accept, request.logprobs_dtype)
+
+    async def _score_all(self, request: LogprobsRequest) -> list[SequenceScores]:
+        """All sequences at once; if one fails the others are cancelled."""
+        sequences, lengths = request.token_ids or [], request.prompt_len
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self.scorer.score(ids, None if lengths is None else lengths[index], request.top_k))
+                    for index, ids in enumerate(sequences)
+                ]
+        except* ScoringError as errors:
+            raise self._scoring_problem(str(errors.exceptions[0])) from errors
+        return [task.result() for task in tasks]
+
+    def _scoring_problem(self, reason: str) -> Problem:
+        self.metrics.bad_scores.inc()
+        _log.error("scoring_failed", extra=log.fields(reason=reason))
+        if not self.scorer.alive:
+            return Problem("opd:unavailable", "the engine has died; this replica is about to restart", retry_after_s=5.0)
+        return Problem("opd:internal", f"not scored: {reason}")
+
+    def _count(self, request: LogprobsRequest, results: list[SequenceScores], seconds: float) -> None:
+        self.metrics.tokens.inc(request.num_tokens)
+        self.metrics.rows.inc(sum(len(scores.token_ids) for scores in results))
+        self.metrics.request_s.observe(seconds)
+        infinite = sum(int(np.isneginf(scores.logprobs).sum()) for scores in results)
+        infinite += sum(int(np.isneginf(s.top_logprobs).sum()) for s in results if s.top_logprobs is not None)
+        self.metrics.non_finite.inc(infinite)
+
+    async def close(self) -> None:
+        """Stop the engine."""
+        self.stopping = True
+        await self.scorer.close()
+
+
+def _encode(response: LogprobsResponse, accept: str, logprobs_dtype: LogprobsDtype) -> tuple[bytes, str]:
+    return encode_response(response, accept, logprobs_dtype)
+
+
+def _own_version() -> str:
+    try:
+        return version("opd-teacher")
+    except PackageNotFoundError:
+        return "source"
