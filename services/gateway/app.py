@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -31,9 +31,8 @@ def create_app(config: GatewayConfig, key: str | None) -> FastAPI:
             yield
 
     app = FastAPI(title="opd gateway", description=__doc__, lifespan=lifespan, redoc_url=None)
-    locked = [Depends(gateway.authorize)]
 
-    @app.post("/logprobs", openapi_extra=docs.LOGPROBS, responses=docs.RESPONSES, dependencies=locked)
+    @app.post("/logprobs", openapi_extra=docs.LOGPROBS, responses=docs.RESPONSES)
     async def logprobs(request: Request) -> Response:
         """Score token ids or a text with the teacher that `model` or the header `x-teacher` names."""
         return await gateway.score(request)
@@ -55,14 +54,16 @@ def create_app(config: GatewayConfig, key: str | None) -> FastAPI:
         """Prometheus metrics."""
         return Response(gateway.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/info", dependencies=locked)
-    async def info() -> dict[str, Any]:
+    @app.get("/info")
+    async def info(request: Request) -> dict[str, Any]:
         """All teachers, their replicas and states."""
+        gateway.authorize(request)
         return {"teachers": {name: pool.describe() for name, pool in gateway.pools.items()}}
 
-    @app.get("/info/{teacher}", dependencies=locked)
-    async def teacher_info(teacher: str) -> dict[str, Any]:
+    @app.get("/info/{teacher}")
+    async def teacher_info(teacher: str, request: Request) -> dict[str, Any]:
         """One teacher."""
+        gateway.authorize(request)
         return routing.find_pool(gateway.pools, teacher).describe()
 
     _add_error_handlers(app)

@@ -99,6 +99,7 @@ class Gateway:
         teacher = ""
         status = 500
         try:
+            self.authorize(request)
             limit_s = routing.timeout_s(headers, self.settings.request_timeout_s)
             if named := headers.get(routing.TEACHER_HEADER):
                 teacher = routing.find_pool(self.pools, named).name

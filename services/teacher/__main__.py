@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 
@@ -52,8 +53,7 @@ async def serve(service: TeacherService, key: str | None, listener: socket.socke
     """HTTP from the first moment (not ready), the engine beside it, until a signal or the engine's death.
 
     Raises:
-        ConfigError, RunFailed: the engine did not start.
-        RunFailed: the engine has died.
+        RunFailed: the engine did not start, or has died.
     """
     stop = stop_event()
     server = _Server(
@@ -72,16 +72,22 @@ async def serve(service: TeacherService, key: str | None, listener: socket.socke
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((serving, engine, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if engine.done():
-            engine.result()  # raises: it only ends by failing
+        for task in (engine, serving):
+            if task.done():
+                task.result()  # raises: neither ends by itself but by failing
     finally:
+        is_starting = not service.engine_up and not engine.done()
         _log.info("stopping", extra=log.fields(queued_tokens=service.admission.tokens))
         service.stopping = True
         server.should_exit = True
         await asyncio.wait((serving,), timeout=_DRAIN_S + 1)
+        if is_starting:
+            # The thread that starts the engine cannot be interrupted, and must not start another process.
+            end_children()
+            os._exit(0)
         for task in (engine, stopping):
             task.cancel()
-        if service.started:
+        if service.engine_up:
             await service.close()
 
 

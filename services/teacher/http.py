@@ -91,6 +91,8 @@ async def until_disconnect(request: Request, work: Awaitable[Result], limit_s: f
         for task in (working, gone):
             task.cancel()
         await asyncio.wait((working, gone))
+        if not working.cancelled():
+            working.exception()  # looked at, even when nobody waits for it any more
 
 
 async def _disconnected(request: Request) -> None:

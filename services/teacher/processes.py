@@ -12,9 +12,9 @@ _PATIENCE_S = 2.0
 
 def end_children() -> None:
     """End all child processes of this one, first politely. An engine that was stopped while it started leaves some."""
-    children = psutil.Process().children(recursive=True)
+    # multiprocessing's resource tracker ends by itself, after its parent, and not on SIGTERM
+    children = [child for child in psutil.Process().children(recursive=True) if not _is_tracker(child)]
     for signal_name in ("terminate", "kill"):
-        children = [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
         if not children:
             return
         for child in children:
@@ -24,3 +24,10 @@ def end_children() -> None:
             except psutil.NoSuchProcess:
                 continue  # it was faster
         _, children = psutil.wait_procs(children, timeout=_PATIENCE_S)
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("resource_tracker" in argument for argument in process.cmdline())
+    except psutil.NoSuchProcess:
+        return True

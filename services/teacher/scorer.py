@@ -42,7 +42,7 @@ class Scorer(Protocol):
         ...
 
     async def start(self) -> None:
-        """Load the model. Raises ConfigError for what its user can mend."""
+        """Load the model. Raises RunFailed when the engine does not start."""
         ...
 
     async def score(

@@ -22,7 +22,6 @@ from shared.errors import Problem, RunFailed
 from shared.tokenizer import tokenizer_hash
 from shared.wire import (
     Limits,
-    LogprobsDtype,
     LogprobsRequest,
     LogprobsResponse,
     SequenceScores,
@@ -47,8 +46,10 @@ class TeacherService:
         self.metrics = Metrics()
         self.canary = Canary(scorer)
         self.admission = Admission(config.teacher.max_queued_tokens)
+        self.metrics.queued_tokens.set_function(lambda: self.admission.tokens)
         self.tokenizer_hash = tokenizer_hash(config.teacher.model)
         self.fingerprint = fingerprint(config.teacher.model, self.tokenizer_hash, config.teacher.dtype)
+        self.engine_up = False
         self.stopping = False
         self._text = TextCodec(config.teacher.model)
         self._limits: Limits | None = None
@@ -57,10 +58,10 @@ class TeacherService:
         """Start the engine and record the canary.
 
         Raises:
-            ConfigError: what the engine's user can mend.
-            RunFailed: the model answers nonsense.
+            RunFailed: the engine did not start, or answers nonsense.
         """
         await self.scorer.start()
+        self.engine_up = True
         if not await self.canary.check():
             raise RunFailed(f"{self.config.teacher.model} cannot serve: {self.canary.reason}")
         info = self.scorer.info
@@ -138,18 +139,15 @@ class TeacherService:
             await asyncio.to_thread(self._text.encode, request)
             check_sequences(request, self.limits)
         with self.admission.admit(request.num_tokens):
-            self.metrics.queued_tokens.set(self.admission.tokens)
-            try:
-                results = await race(self._score_all(request))
-            finally:
-                self.metrics.queued_tokens.set(self.admission.tokens - request.num_tokens)
+            admitted = time.monotonic()
+            results = await race(self._score_all(request))
+            engine_ms = 1000 * (time.monotonic() - admitted)
         if is_text:
             await asyncio.to_thread(self._text.decode, results[0])
-        engine_ms = 1000 * (time.monotonic() - received)
         self._count(request, results, time.monotonic() - received)
         usage = {"tokens": request.num_tokens, "cached_tokens": 0, "engine_ms": round(engine_ms, 1)}
         response = LogprobsResponse(self.config.name, self.fingerprint, results, usage)
-        return _encode(response, accept, request.logprobs_dtype)
+        return encode_response(response, accept, request.logprobs_dtype)
 
     async def _score_all(self, request: LogprobsRequest) -> list[SequenceScores]:
         """All sequences at once; if one fails the others are cancelled."""
@@ -160,8 +158,11 @@ class TeacherService:
                     group.create_task(self.scorer.score(ids, None if lengths is None else lengths[index], request.top_k))
                     for index, ids in enumerate(sequences)
                 ]
-        except* ScoringError as errors:
-            raise self._scoring_problem(str(errors.exceptions[0])) from errors
+        except ExceptionGroup as group_error:
+            failed, others = group_error.split(ScoringError)
+            if failed is None or others is not None:
+                raise
+            raise self._scoring_problem(str(failed.exceptions[0])) from group_error
         return [task.result() for task in tasks]
 
     def _scoring_problem(self, reason: str) -> Problem:
@@ -183,10 +184,6 @@ class TeacherService:
         """Stop the engine."""
         self.stopping = True
         await self.scorer.close()
-
-
-def _encode(response: LogprobsResponse, accept: str, logprobs_dtype: LogprobsDtype) -> tuple[bytes, str]:
-    return encode_response(response, accept, logprobs_dtype)
 
 
 def _own_version() -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from services.teacher.scorer import ScorerInfo, ScoringError, check_scores
 from shared import log
 from shared.config import TeacherSection
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RunFailed
 from shared.wire import SequenceScores
 
 if TYPE_CHECKING:
@@ -59,7 +59,10 @@ class VllmScorer:
         _set_environment(self._section.threads)
         started = time.monotonic()
         # A thread, because importing vLLM and waiting for the engine core would block health answers and SIGTERM.
-        self._engine = await asyncio.to_thread(self._create_engine)
+        try:
+            self._engine = await asyncio.to_thread(self._create_engine)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise RunFailed(f"the engine did not start with {self._section.model}: {error}") from error
         import vllm
 
         config = self._engine.model_config
@@ -156,6 +159,8 @@ class VllmScorer:
     async def close(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
+            if engine.output_handler is not None:
+                engine.output_handler.cancel()  # or it logs the end of the engine core as a failure
             await asyncio.to_thread(partial(engine.shutdown, timeout=_SHUTDOWN_TIMEOUT_S))
 
 

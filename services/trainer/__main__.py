@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from typing import TYPE_CHECKING
 
 from services.trainer.config import TrainerConfig, load
 from shared import log
@@ -12,6 +13,10 @@ from shared.config import check_model_folder
 from shared.errors import run_main
 from shared.redis_client import connect
 from shared.service import check_port_free, health_thread, stop_event
+
+if TYPE_CHECKING:
+    from services.trainer.ranks import Ranks
+    from services.trainer.student import Student
 
 
 def main() -> None:
@@ -27,7 +32,8 @@ def main() -> None:
     asyncio.run(_lead(config))
 
 
-def _ranks(config: TrainerConfig) -> tuple:
+def _ranks(config: TrainerConfig) -> tuple[Student, Ranks]:
+    """This rank's model and the operations on it; torch and Megatron are imported only here, after the cheap checks."""
     from services.trainer.ranks import Ranks
     from services.trainer.student import Student
 
@@ -40,12 +46,13 @@ def _ranks(config: TrainerConfig) -> tuple:
         "load": student.load,
         "export": student.export,
     }
-    return student, Ranks(operations, student.model.device)
+    return student, Ranks(operations)
 
 
 def _follow(config: TrainerConfig) -> None:
-    _, ranks = _ranks(config)
+    student, ranks = _ranks(config)
     ranks.follow()
+    student.model.close()
 
 
 async def _lead(config: TrainerConfig) -> None:
@@ -67,6 +74,7 @@ async def _lead(config: TrainerConfig) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await run
         ranks.stop()
+        student.model.close()
     await client.aclose()
 
 

@@ -7,6 +7,7 @@ CPU; with CUDA present it does nothing.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,21 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep large blocks that are freed instead of giving them back to the kernel, CPU only.
+
+    A training step frees and takes the same gigabytes again and again, and each time the kernel must zero the pages:
+    filling an embedding's gradient took 29 ms with that and 8 without. Does nothing where the C library has no mallopt.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not torch.cuda.is_available():
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 @contextmanager

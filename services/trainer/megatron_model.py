@@ -33,7 +33,7 @@ from megatron.core.transformer.module import Float16Module
 from services.trainer import megatron_parallel as ranks
 from services.trainer.batch import Microbatch, scoring_microbatch
 from services.trainer.megatron_bridge import make_bridge, read_hf_config
-from services.trainer.megatron_cpu import megatron_device
+from services.trainer.megatron_cpu import keep_freed_memory, megatron_device
 from services.trainer.megatron_export import hf_tensors, write_hf_folder
 from services.trainer.megatron_gpt import build_gpt, packed_params
 from services.trainer.vocab_parallel import VocabShard, support_logprobs
@@ -136,6 +136,7 @@ class PolicyModel:
         """
         config = read_hf_config(model_path)
         cuda = torch.cuda.is_available()
+        keep_freed_memory()
         with megatron_device():
             ranks.initialise(tp, pp, seed)
             bridge = make_bridge(config, dtype=DTYPES[dtype], tp=tp, cuda=cuda)

@@ -20,9 +20,9 @@ _STOP = "stop"
 class Ranks:
     """The operations that all ranks run together."""
 
-    def __init__(self, operations: Mapping[str, Operation], device: torch.device) -> None:
+    def __init__(self, operations: Mapping[str, Operation]) -> None:
         self._operations = dict(operations)
-        self._device = device
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def call(self, name: str, argument: Any = None) -> Any:
         """Rank 0: run an operation on every rank and return this rank's result. `argument` must be msgpack-able."""

@@ -16,6 +16,7 @@ from services.trainer.intake import samples_of
 from services.trainer.loss import DistillationLoss
 from services.trainer.megatron_model import OptimizerSettings, PolicyModel
 from shared.config import check_model_folder
+from shared.errors import ConfigError
 from shared.trajectory import decode
 from shared.weights import Manifest, TensorBytes, write_push
 
@@ -40,10 +41,13 @@ class Student:
                 weight_decay=settings.weight_decay,
                 grad_clip=settings.grad_clip,
                 warmup_steps=settings.warmup_steps,
-                total_steps=config.run.steps,
             ),
             seed=config.run.seed,
         )
+        if settings.batch_size < self.model.layout["dp"]:
+            raise ConfigError(
+                f"trainer.batch_size={settings.batch_size} is less than the {self.model.layout['dp']} data-parallel ranks"
+            )
         self.teachers = sorted(config.teachers)
         self._losses = {name: teacher.loss for name, teacher in config.teachers.items()}
         self._coefficients = {name: teacher.coefficient for name, teacher in config.teachers.items()}
@@ -51,7 +55,7 @@ class Student:
         self.weights_root = config.run.dir / "weights"
 
     def step(self, payloads: list[tuple[str, bytes]]) -> dict[str, Any]:
-        """One optimizer step on (trajectory id, payload) pairs; the same ones on every rank."""
+        """One optimizer step on (trajectory id, payload) pairs; every rank gets all and takes its share."""
         trajectories = [decode(payload, trajectory_id=name) for name, payload in payloads]
         samples = samples_of(trajectories, teachers=self.teachers, losses=self._losses, coefficients=self._coefficients)
         microbatches = pack(samples, self.config.trainer.microbatch_tokens)
@@ -63,7 +67,7 @@ class Student:
 
     def push(self, version: int) -> Manifest | None:
         """Write the current weights as `version`; the manifest on rank 0, None elsewhere."""
-        if self.model.rank == 0:
+        if self.model.layout["rank"] == 0:
             keep = self.config.trainer.keep_weights
             return write_push(self.weights_root, version, self._tensors(), keep=keep)[1]
         for _ in self.model.export():

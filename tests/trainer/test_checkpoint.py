@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.trainer.checkpoint import Checkpoints, RunState
+from shared.errors import RunFailed
+
+
+def save(folder: Path) -> None:
+    (folder / "rank0.safetensors").write_bytes(b"weights")
+
+
+def test_the_newest_checkpoints_are_kept_and_read_back(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.latest() is None
+    for step in (1, 2, 30):
+        state = RunState(step=step, version=step + 5, ledger_length=9, evaluations=[(1, 0)])
+        checkpoints.write(state, save)
+    found = checkpoints.latest()
+    assert found is not None
+    assert found[0].name == "step-00000030" and found[1].version == 35 and found[1].evaluations == [(1, 0)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000030"]
+
+
+@pytest.mark.parametrize("damage", ["no state", "half state", "short file", "missing file"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage: str) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.write(RunState(step=1), save)
+    path = checkpoints.write(RunState(step=2), save)
+    if damage == "no state":
+        (path / "state.json").unlink()
+    elif damage == "half state":
+        (path / "state.json").write_text((path / "state.json").read_text()[:20])
+    elif damage == "short file":
+        (path / "rank0.safetensors").write_bytes(b"wei")
+    else:
+        (path / "rank0.safetensors").unlink()
+    found = checkpoints.latest()
+    assert found is not None and found[1].step == 1
+    checkpoints.write(RunState(step=2, version=9), save)
+    found = checkpoints.latest()
+    assert found is not None and found[1].version == 9
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.write(RunState(step=1), save)
+
+    def full(folder: Path) -> None:
+        save(folder)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(RunFailed, match="No space left on device; make room or change run.dir"):
+        checkpoints.write(RunState(step=2), full)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_what_a_crash_left_half_written_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / "step-00000009.tmp").mkdir(parents=True)
+    Checkpoints(tmp_path, keep=1).write(RunState(step=1), save)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert json.loads((tmp_path / "step-00000001" / "state.json").read_text())["files"] == {"rank0.safetensors": 7}
