@@ -70,12 +70,13 @@ class RolloutService:
         config = self._config
         prompts = PromptSet(config.prompts.sources, config.run.seed, config.prompts.shuffle)
         _check_routes(prompts, config)
+        key = api_key()
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(HealthServer(config.rollout.host, self._port, self.readiness))
             client = await stack.enter_async_context(
                 LogprobsClient(
                     config.gateway_url,
-                    api_key(),
+                    key,
                     connections=config.rollout.concurrency,
                     timeout_s=config.gateway.request_timeout_s,
                 )
@@ -83,7 +84,7 @@ class RolloutService:
             store = await connect(config.redis.url)
             stack.push_async_callback(store.aclose)
             self._phase = "waiting for the teachers"
-            max_len = await _unless_stopped(stop, check_teachers(config, client))
+            max_len = await _unless_stopped(stop, check_teachers(config, key))
             renderer = Renderer(config.student.model, max_len=max_len)
             held_out = prompts.held_out(config.eval.size)
             upcoming = (prompts.record_for(seq) for seq in range(config.num_prompts))

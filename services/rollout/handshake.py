@@ -1,9 +1,10 @@
-"""Before the engine starts: every teacher that a route names must be there and mean the same by an id as the student."""
+"""Before the engine starts: every teacher that a route names must be there and share the student's token ids."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 from services.rollout.config import RolloutConfig
 from shared.client import LogprobsClient
@@ -13,11 +14,15 @@ from shared.tokenizer import tokenizer_hash
 START_TIMEOUT_S = 180.0
 """How long teachers may take to load their models."""
 
-_UNREACHABLE_S = 15.0
+_UNREACHABLE_S = 10.0
+_TRY_S = 5.0
 
 
-async def check_teachers(config: RolloutConfig, client: LogprobsClient) -> int:
+async def check_teachers(config: RolloutConfig, key: str | None) -> int:
     """Compare tokenizers and limits with every teacher.
+
+    Args:
+        key: API key for the gateway.
 
     Returns:
         The most tokens of a sequence that the student and all teachers take.
@@ -27,8 +32,9 @@ async def check_teachers(config: RolloutConfig, client: LogprobsClient) -> int:
     """
     own = tokenizer_hash(config.student.model)
     lengths = [config.student.max_model_len]
-    for teacher in sorted(set(config.routes.values())):
-        info = await _wait_info(config, client, teacher)
+    async with LogprobsClient(config.gateway_url, key, connections=1, timeout_s=_TRY_S) as client:
+        infos = {name: await _wait_info(config, client, name) for name in sorted(set(config.routes.values()))}
+    for teacher, info in infos.items():
         if info["tokenizer_hash"] != own:
             raise ConfigError(
                 f"teacher {teacher!r} ({info.get('model')}) has another tokenizer than student.model "
@@ -45,7 +51,7 @@ async def check_teachers(config: RolloutConfig, client: LogprobsClient) -> int:
     return min(lengths)
 
 
-async def _wait_info(config: RolloutConfig, client: LogprobsClient, teacher: str) -> dict:
+async def _wait_info(config: RolloutConfig, client: LogprobsClient, teacher: str) -> dict[str, Any]:
     """What a teacher says of itself, waiting for one that is still loading."""
     started = time.monotonic()
     while True:

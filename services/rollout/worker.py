@@ -36,11 +36,14 @@ _LOG = log.get(__name__)
 _GATE_POLL_S = 0.05
 _FINISHED_POLL_S = 1.0
 _RETRY_DELAY_S = 1.0
-_DRAIN_S = 5.0
 
 
 class RolloutWorker:
-    """Samples, has scored and publishes until it is stopped."""
+    """Samples, has scored and publishes until it is stopped.
+
+    Args:
+        drain_s: how long prompts in flight may take to end once it is stopped; then they are given back.
+    """
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class RolloutWorker:
         client: LogprobsClient,
         prompts: PromptSet,
         renderer: Renderer,
+        drain_s: float = 5.0,
     ) -> None:
         self._config = config
         self._sampler = sampler
@@ -62,6 +66,7 @@ class RolloutWorker:
         self._client = client
         self._prompts = prompts
         self._renderer = renderer
+        self._drain_s = drain_s
         self._in_flight: dict[asyncio.Task[None], Lease] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -108,7 +113,7 @@ class RolloutWorker:
         """Let what is in flight end for a while, then give its prompts back."""
         if not self._in_flight:
             return
-        _, unfinished = await asyncio.wait(self._in_flight, timeout=_DRAIN_S if self._sampler.alive else 0)
+        _, unfinished = await asyncio.wait(self._in_flight, timeout=self._drain_s if self._sampler.alive else 0)
         for task in unfinished:
             task.cancel()
         if unfinished:

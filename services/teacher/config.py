@@ -51,7 +51,9 @@ def load(argv: Sequence[str] | None = None) -> TeacherConfig:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m services.teacher", description="Serve one teacher replica.")
     parser.add_argument("--name", required=True, help="the teacher's name, as requests and routes say it")
-    parser.add_argument("--model", type=Path, help="Hugging Face model folder (config.json, tokenizer.json, *.safetensors)")
+    parser.add_argument(
+        "--model", type=Path, help="Hugging Face model folder (config.json, tokenizer.json, *.safetensors)"
+    )
     parser.add_argument("--port", type=int, help="port to listen on (default: teachers.NAME.ports[REPLICA])")
     parser.add_argument("--host", help="address to listen on")
     parser.add_argument("--dtype", help="float32 or bfloat16")

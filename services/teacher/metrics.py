@@ -19,11 +19,14 @@ class Metrics:
         self.tokens = Counter("opd_teacher_tokens", "Tokens the engine has read for answered requests", **names)
         self.rows = Counter("opd_teacher_scored_rows", "Rows returned", **names)
         self.queued_tokens = Gauge("opd_teacher_queued_tokens", "Tokens admitted and not yet answered", **names)
+        self.engine_requests = Gauge("opd_teacher_engine_requests", "Sequences that the engine holds", **names)
         self.request_s = Histogram(
             "opd_teacher_request_seconds", "From the complete body to the answer", buckets=_SECONDS, **names
         )
         self.non_finite = Counter("opd_teacher_non_finite", "Logprobs of -inf that were returned", **names)
-        self.bad_scores = Counter("opd_teacher_bad_scores", "Engine answers refused (NaN, wrong rows, failure)", **names)
+        self.bad_scores = Counter(
+            "opd_teacher_bad_scores", "Engine answers refused (NaN, wrong rows, failure)", **names
+        )
         self.aborted = Counter("opd_teacher_aborted", "Requests whose client went away", **names)
         self.ready = Gauge("opd_teacher_ready", "1 while the canary sequence keeps its logprobs", **names)
 

@@ -41,6 +41,11 @@ class Scorer(Protocol):
         """False for good once the engine has died."""
         ...
 
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that the engine holds, waiting or running."""
+        ...
+
     async def start(self) -> None:
         """Load the model. Raises RunFailed when the engine does not start."""
         ...

@@ -47,6 +47,7 @@ class TeacherService:
         self.canary = Canary(scorer)
         self.admission = Admission(config.teacher.max_queued_tokens)
         self.metrics.queued_tokens.set_function(lambda: self.admission.tokens)
+        self.metrics.engine_requests.set_function(lambda: scorer.num_unfinished)
         self.tokenizer_hash = tokenizer_hash(config.teacher.model)
         self.fingerprint = fingerprint(config.teacher.model, self.tokenizer_hash, config.teacher.dtype)
         self.engine_up = False
@@ -155,7 +156,9 @@ class TeacherService:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self.scorer.score(ids, None if lengths is None else lengths[index], request.top_k))
+                    group.create_task(
+                        self.scorer.score(ids, None if lengths is None else lengths[index], request.top_k)
+                    )
                     for index, ids in enumerate(sequences)
                 ]
         except ExceptionGroup as group_error:
@@ -169,7 +172,9 @@ class TeacherService:
         self.metrics.bad_scores.inc()
         _log.error("scoring_failed", extra=log.fields(reason=reason))
         if not self.scorer.alive:
-            return Problem("opd:unavailable", "the engine has died; this replica is about to restart", retry_after_s=5.0)
+            return Problem(
+                "opd:unavailable", "the engine has died; this replica is about to restart", retry_after_s=5.0
+            )
         return Problem("opd:internal", f"not scored: {reason}")
 
     def _count(self, request: LogprobsRequest, results: list[SequenceScores], seconds: float) -> None:

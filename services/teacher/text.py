@@ -55,7 +55,9 @@ class TextCodec:
 
     def _chat_text(self, messages: list[dict[str, str]]) -> str:
         if not self._tokenizer.chat_template:
-            raise Problem("opd:invalid", "this teacher's tokenizer has no chat template; send prompt instead of messages")
+            raise Problem(
+                "opd:invalid", "this teacher's tokenizer has no chat template; send prompt instead of messages"
+            )
         from jinja2 import TemplateError
 
         try:

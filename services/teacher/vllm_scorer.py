@@ -1,8 +1,8 @@
 """A teacher on vLLM's AsyncLLM in this process, the engine core in one child process.
 
 The scored sequence goes in as a prompt with `prompt_logprobs`; one token is generated because vLLM generates at least
-one, and thrown away. Logprobs are raw (temperature 1) and come from a float32 head. The prefix cache is not read for such
-requests (vLLM's default), so every row was computed for this request.
+one, and thrown away. Logprobs are raw (temperature 1) and come from a float32 head. The prefix cache is off, so that
+every row was computed for its own request.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _log = log.get(__name__)
 _SHUTDOWN_TIMEOUT_S = 5.0
+_KV_BLOCK = 128  # tokens; vLLM's block size on CPU, more than on GPU
 
 
 class VllmScorer:
@@ -54,6 +55,10 @@ class VllmScorer:
     @property
     def alive(self) -> bool:
         return self._engine is None or not self._engine.errored
+
+    @property
+    def num_unfinished(self) -> int:
+        return 0 if self._engine is None else self._engine.get_num_unfinished_requests()
 
     async def start(self) -> None:
         _set_environment(self._section.threads)
@@ -144,17 +149,13 @@ class VllmScorer:
         prompt: Any = {"prompt_token_ids": token_ids}
         output = None
         try:
-            async for output in self._engine.generate(prompt, params, f"score-{next(self._request_ids)}"):
-                pass
+            async for step in self._engine.generate(prompt, params, f"score-{next(self._request_ids)}"):
+                output = step
         except (EngineDeadError, EngineGenerateError, ValueError) as error:
             raise ScoringError(f"the engine failed: {type(error).__name__}: {error}") from error
         if output is None or output.prompt_logprobs is None:
             raise ScoringError("the engine returned no logprobs")
         return output.prompt_logprobs  # type: ignore[return-value]
-
-    def num_unfinished(self) -> int:
-        """Requests that the engine still holds."""
-        return 0 if self._engine is None else self._engine.get_num_unfinished_requests()
 
     async def close(self) -> None:
         engine, self._engine = self._engine, None
@@ -216,13 +217,14 @@ def _check_kv_cache(section: TeacherSection, model_config: dict[str, Any], engin
     try:
         heads = model_config["num_attention_heads"]
         head_dim = model_config.get("head_dim") or model_config["hidden_size"] // heads
-        per_token = 2 * model_config["num_hidden_layers"] * (model_config.get("num_key_value_heads") or heads) * head_dim
+        kv_heads = model_config.get("num_key_value_heads") or heads
+        per_token = 2 * model_config["num_hidden_layers"] * kv_heads * head_dim
     except (KeyError, TypeError, ZeroDivisionError):
         return  # an unusual architecture: the engine itself checks
-    block = 128
-    needed = -(-engine_len // block) * block * per_token * (4 if section.dtype == "float32" else 2)
+    num_blocks = -(-engine_len // _KV_BLOCK) + 1  # vLLM keeps one block for itself
+    needed = num_blocks * _KV_BLOCK * per_token * (4 if section.dtype == "float32" else 2)
     if needed > section.kv_cache_bytes:
         raise ConfigError(
-            f"kv_cache_bytes={section.kv_cache_bytes} cannot hold one sequence of max_model_len={section.max_model_len} "
-            f"tokens of {section.model}: set it to {needed} or more, or lower max_model_len"
+            f"kv_cache_bytes={section.kv_cache_bytes} cannot hold one sequence of {engine_len} tokens: "
+            f"set it to {needed} or more for {section.model}, or lower max_model_len={section.max_model_len}"
         )

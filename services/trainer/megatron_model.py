@@ -152,7 +152,7 @@ class PolicyModel:
                 bridge.load_weights([gpt], str(model_path))
             inner = Float16Module(bridge.config, gpt) if dtype == "bfloat16" else gpt
             ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-            module = DistributedDataParallel(bridge.config, ddp, inner)
+            module = _Replica(bridge.config, ddp, inner)
             bridge.config.finalize_model_grads_func = finalize_model_grads
             optimizer = _make_optimizer(module, optim, DTYPES[dtype])
         return cls(model_path, bridge, module, optimizer, optim)
@@ -235,6 +235,7 @@ class PolicyModel:
             seq_length=max(m.num_tokens for m in microbatches),
             micro_batch_size=1,
             forward_only=forward_only,
+            force_all_reduce=self.layout["dp"] == 1,  # free for one rank, where gloo's reduce-scatter copies
         )
 
     def _consume(self, consume: Callable[..., Any], batch: Microbatch, output: torch.Tensor) -> Any:
@@ -271,6 +272,14 @@ class PolicyModel:
         return grad_norm, False
 
 
+class _Replica(DistributedDataParallel):
+    """Megatron's data-parallel wrapper, which gathers updated weights only where there is somebody to gather from."""
+
+    def start_param_sync(self, *args: Any, **kwargs: Any) -> None:
+        if parallel_state.get_data_parallel_world_size() > 1:
+            super().start_param_sync(*args, **kwargs)
+
+
 def _make_optimizer(
     module: DistributedDataParallel, settings: OptimizerSettings, dtype: torch.dtype
 ) -> MegatronOptimizer:
@@ -289,7 +298,11 @@ def _make_optimizer(
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return get_megatron_optimizer(config, [module], get_standard_config_overrides(config))
+        optimizer = get_megatron_optimizer(config, [module], get_standard_config_overrides(config))
+    if not torch.cuda.is_available():
+        for group in optimizer.param_groups:
+            group["fused"] = True
+    return optimizer
 
 
 def _training_loss(

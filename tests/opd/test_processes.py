@@ -1,0 +1,78 @@
+"""Processes that `opd up` starts, with real ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import wait_until
+from opd.processes import Process, stop_all
+
+STUBBORN = "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+PARENT = (
+    "import subprocess,sys,time; child=subprocess.Popen([sys.executable,'-c','import time; time.sleep(600)']); "
+    "print(child.pid, flush=True); time.sleep(600)"
+)
+
+
+def process(tmp_path: Path, code: str) -> Process:
+    return Process("it", [sys.executable, "-u", "-c", code], tmp_path / "logs" / "it.log")
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+async def test_children_of_a_stopped_process_are_gone_too(tmp_path: Path) -> None:
+    parent = process(tmp_path, PARENT)
+    parent.start()
+    await wait_until(lambda: parent.log.read_text().strip().isdigit())
+    child = int(parent.log.read_text())
+    assert stop_all([parent]) == []
+    await wait_until(lambda: not alive(child))
+    assert parent.status() == -signal.SIGTERM
+
+
+async def test_a_stubborn_process_is_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opd.processes.STOP_TIMEOUT_S", 0.2)
+    stubborn = process(tmp_path, STUBBORN)
+    stubborn.start()
+    await wait_until(lambda: "up" in stubborn.log.read_text())
+    assert stop_all([stubborn]) == ["it"]
+    assert stubborn.status() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("code", "complaint", "again"),
+    [
+        ("import sys; print('noise'); sys.stderr.write('error: no such model\\n'); sys.exit(2)", "no such model", False),
+        ("import sys; sys.stderr.write('failed: too much is broken\\n'); sys.exit(1)", "too much is broken", False),
+        ("import os; print('half a word'); os._exit(7)", "half a word (exit status 7", True),
+    ],
+)
+def test_what_ended_is_explained(tmp_path: Path, code: str, complaint: str, again: bool) -> None:
+    ended = process(tmp_path, code)
+    ended.start()
+    assert ended.wait(time.monotonic() + 20)
+    assert ended.complaint().startswith(complaint)
+    assert ended.may_restart() is again
+
+
+async def test_restarts_are_bounded(tmp_path: Path) -> None:
+    dying = process(tmp_path, "import os; os._exit(7)")
+    dying.start()
+    while True:
+        await wait_until(lambda: dying.status() is not None)
+        if not dying.may_restart():
+            break
+        dying.restart()
+    assert dying.restarts == 3

@@ -1,0 +1,241 @@
+"""The real teacher as a real process on a tiny random Llama in float32, against a transformers forward."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from shared import wire
+from tests.conftest import REPO, Service, free_port, wait_until
+from tests.teacher.tiny_model import make_tiny_llama
+
+pytestmark = pytest.mark.engine
+
+CHUNK = 64  # max_num_batched_tokens: every sequence longer than this is prefilled in chunks
+MAX_LEN = 400
+VOCAB_SIZE = 320
+ATOL = 2e-3
+SETTINGS = [
+    f"max_num_batched_tokens={CHUNK}", f"max_model_len={MAX_LEN}", "max_num_seqs=32", f"kv_cache_bytes={16 << 20}",
+    "max_top_k=320",
+]  # fmt: skip
+
+
+class Teacher(Service):
+    """A teacher process and its address."""
+
+    def __init__(self, model: Path, log: Path, dtype: str = "float32", settings: list[str] = SETTINGS) -> None:
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        argv = ["--name", "tiny", "--model", str(model), "--port", str(port), "--dtype", dtype]
+        argv += [part for setting in settings for part in ("--set", setting)]
+        super().__init__([sys.executable, "-m", "services.teacher", *argv], log)
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def score(self, request: wire.LogprobsRequest) -> list[wire.SequenceScores]:
+        headers = {"content-type": wire.MSGPACK}
+        response = httpx.post(f"{self.url}/logprobs", content=wire.encode_request(request), headers=headers, timeout=60)
+        assert response.status_code == 200, response.text
+        return wire.decode_response(response.content, response.headers["content-type"], 1 << 26).results
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny-llama"), vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def teacher(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Teacher]:
+    teacher = Teacher(model, tmp_path_factory.mktemp("log") / "teacher.log")
+    asyncio.run(teacher.wait_ready(f"{teacher.url}/readyz"))
+    yield teacher
+    teacher.stop()
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Callable[[list[int]], np.ndarray]:
+    """log-softmax [S - 1, V] of a float32 transformers forward; row i is about token i + 1."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def forward(token_ids: list[int]) -> np.ndarray:
+        with torch.no_grad():
+            return network(torch.tensor([token_ids])).logits[0].log_softmax(-1)[:-1].numpy()
+
+    return forward
+
+
+def sequence(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
+
+
+def picked(table: np.ndarray, token_ids: list[int], prompt_len: int) -> np.ndarray:
+    """Reference logprobs of the response tokens."""
+    return table[np.arange(prompt_len - 1, len(token_ids) - 1), token_ids[prompt_len:]]
+
+
+@pytest.mark.parametrize(
+    ("length", "prompt_len"),
+    [
+        (200, 1),
+        (200, CHUNK),  # row 0 is the last row of a chunk
+        (200, CHUNK + 1),  # P - 1 on the border of two chunks
+        (200, 2 * CHUNK + 1),
+        (2 * CHUNK, 10),  # the sequence ends with a chunk
+        (2 * CHUNK + 1, 10),  # the last row is alone in its chunk
+        (200, 199),
+        (200, 200),  # no response
+        (2, 1),
+        (MAX_LEN - 1, 300),
+        (MAX_LEN, 2),
+    ],
+)
+def test_logprobs_equal_transformers(
+    teacher: Teacher, reference: Callable[[list[int]], np.ndarray], length: int, prompt_len: int
+) -> None:
+    ids = sequence(length)
+    [scores] = teacher.score(wire.LogprobsRequest(token_ids=[ids], prompt_len=[prompt_len]))
+    assert scores.token_ids.tolist() == ids[prompt_len:]
+    np.testing.assert_allclose(scores.logprobs, picked(reference(ids), ids, prompt_len), atol=ATOL)
+
+
+@pytest.mark.parametrize("k", [1, 7, VOCAB_SIZE])
+def test_the_top_k_are_the_likeliest_in_order(
+    teacher: Teacher, reference: Callable[[list[int]], np.ndarray], k: int
+) -> None:
+    ids, prompt_len = sequence(150, seed=1), 70
+    [scores] = teacher.score(wire.LogprobsRequest(token_ids=[ids], prompt_len=[prompt_len], top_k=k))
+    table = reference(ids)[prompt_len - 1 :]
+    assert scores.top_ids.shape == (80, k)
+    np.testing.assert_allclose(scores.top_logprobs, -np.sort(-table, axis=1)[:, :k], atol=ATOL)
+    np.testing.assert_allclose(scores.top_logprobs, np.take_along_axis(table, scores.top_ids, axis=1), atol=ATOL)
+    assert np.all(np.diff(scores.top_logprobs, axis=1) <= 0)
+    assert all(len(set(row)) == k for row in scores.top_ids.tolist())
+
+
+def test_a_batch_gets_the_answers_that_each_gets_alone(teacher: Teacher) -> None:
+    batch = [sequence(length, seed=length) for length in (3, 64, 65, 100, 200, 333, 20, 21)]
+    lengths = [1, 60, 1, 50, 129, 320, 5, 5]
+    together = teacher.score(wire.LogprobsRequest(token_ids=batch, prompt_len=lengths, top_k=5))
+    for ids, prompt_len, scores in zip(batch, lengths, together, strict=True):
+        [alone] = teacher.score(wire.LogprobsRequest(token_ids=[ids], prompt_len=[prompt_len], top_k=5))
+        np.testing.assert_allclose(scores.logprobs, alone.logprobs, atol=ATOL)
+        np.testing.assert_allclose(scores.top_logprobs, alone.top_logprobs, atol=ATOL)
+        assert scores.token_ids.tolist() == alone.token_ids.tolist() == ids[prompt_len:]
+
+
+def test_a_person_reads_tokens_and_probabilities(
+    teacher: Teacher, reference: Callable[[list[int]], np.ndarray]
+) -> None:
+    body = {"model": "tiny", "prompt": "2+2=", "completion": "4!", "top_k": 3}
+    response = httpx.post(f"{teacher.url}/logprobs", json=body, timeout=60)
+    result = response.json()["results"][0]
+    assert result["tokens"] == ["4", "!"]
+    assert [len(row) for row in result["top_tokens"]] == [3, 3]
+    from tokenizers import Tokenizer
+
+    prompt = Tokenizer.from_file(str(Path(teacher.process.args[5]) / "tokenizer.json")).encode("2+2=").ids
+    ids = [*prompt, *result["token_ids"]]
+    np.testing.assert_allclose(result["logprobs"], picked(reference(ids), ids, len(prompt)), atol=ATOL)
+
+
+def test_limits_are_those_of_the_engine(teacher: Teacher) -> None:
+    info = httpx.get(f"{teacher.url}/info").json()
+    assert (info["vocab_size"], info["dtype"], info["engine"]) == (VOCAB_SIZE, "float32", "vllm 0.32.0")
+    assert (info["limits"]["max_model_len"], info["limits"]["max_top_k"]) == (MAX_LEN, VOCAB_SIZE)
+    for fields, status in (
+        ({"token_ids": [[1] * (MAX_LEN + 1)]}, 413),
+        ({"token_ids": [[1, VOCAB_SIZE]]}, 422),
+        ({"token_ids": [[1, 2]], "top_k": VOCAB_SIZE + 1}, 422),
+    ):
+        assert httpx.post(f"{teacher.url}/logprobs", json=fields).status_code == status
+    assert httpx.get(f"{teacher.url}/readyz").status_code == 200
+
+
+async def test_a_client_that_hangs_up_frees_its_engine_slots(teacher: Teacher) -> None:
+    batch = [sequence(MAX_LEN, seed=seed) for seed in range(200)]
+    content = wire.encode_request(wire.LogprobsRequest(token_ids=batch, top_k=200))
+    async with httpx.AsyncClient(base_url=teacher.url) as client:
+
+        async def gauge(name: str) -> float:
+            lines = (await client.get("/metrics")).text.splitlines()
+            return float(next(line for line in lines if line.startswith(name + " ")).split()[1])
+
+        asking = asyncio.create_task(
+            client.post("/logprobs", content=content, headers={"content-type": wire.MSGPACK}, timeout=60)
+        )
+
+        async def is_running() -> bool:
+            return await gauge("opd_teacher_engine_requests") > 100
+
+        await wait_until(is_running)
+        asking.cancel()
+
+        async def is_free() -> bool:
+            return await gauge("opd_teacher_engine_requests") == 0 == await gauge("opd_teacher_queued_tokens")
+
+        await wait_until(is_free, timeout_s=5)
+        assert await gauge("opd_teacher_aborted_total") == 1
+    assert len(teacher.score(wire.LogprobsRequest(token_ids=[[1, 2, 3]]))[0].logprobs) == 2
+
+
+async def test_the_death_of_the_engine_ends_the_service(teacher: Teacher) -> None:
+    """Last user of the shared process."""
+    children = teacher.children()
+    next(child for child in children if "spawn_main" in " ".join(child.cmdline())).kill()
+    await wait_until(lambda: teacher.process.poll() is not None, timeout_s=15, what="end of the service")
+    assert teacher.process.returncode == 1
+    assert "the engine has died" in teacher.output()
+    await wait_until(lambda: not any(child.is_running() for child in children))
+
+
+async def test_sigterm_while_the_engine_starts_and_when_it_is_ready(model: Path, tmp_path: Path) -> None:
+    starting = Teacher(model, tmp_path / "starting.log")
+    await starting.wait_ready(f"{starting.url}/healthz")
+    async with httpx.AsyncClient(base_url=starting.url) as client:
+        assert (await client.get("/readyz")).json() == {"ready": False, "reason": "the engine is starting"}
+    await wait_until(lambda: len(starting.children()) > 0, what="the engine's process")
+    children = starting.children()
+    assert starting.stop(timeout_s=15) == 0
+    await wait_until(lambda: not any(child.is_running() for child in children))
+
+    ready = Teacher(model, tmp_path / "ready.log")
+    await ready.wait_ready(f"{ready.url}/readyz")
+    children = ready.children()
+    assert children
+    assert ready.stop(timeout_s=15) == 0
+    await wait_until(lambda: not any(child.is_running() for child in children))
+    assert "Traceback" not in ready.output()
+
+
+def test_a_refusal_to_start_is_one_line_and_status_2(model: Path, tmp_path: Path) -> None:
+    def start(*argv: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "services.teacher", "--name", "tiny", *map(str, argv)]
+        return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
+
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = [
+            (("--model", model, "--port", port), f"cannot listen on 127.0.0.1:{port}"),
+            (("--model", tmp_path / "none", "--port", free_port()), "there is no model folder"),
+            (("--model", model, "--port", free_port(), "--set", "kv_cache_bytes=1000"), "kv_cache_bytes=1000 cannot"),
+        ]
+        for argv, words in cases:
+            done = start(*argv)
+            assert done.returncode == 2, done.stderr
+            assert done.stderr.count("\n") == 1
+            assert done.stderr.startswith("error: ")
+            assert words in done.stderr
