@@ -1,7 +1,8 @@
 """Makes the demo's three models from nothing: a teacher that adds, one that spells backward, a student weak at both.
 
-Same seeds, same thread count, same torch build: same files. Held-out prompts (`shared.tasks.is_held_out`) are never
-trained on. The accuracies reported are those of the stored, rounded weights.
+The student has seen both tasks; then noise on all its matrices takes most of the skill away, as pruning or coarse
+quantization would, and distillation has to bring it back. Same seeds, same torch build and CPU: same files. Held-out
+prompts (`shared.tasks.is_held_out`) are never trained on. The accuracies reported are those of the stored weights.
 
     python scripts/make_demo_models.py --out assets/demo
 """
@@ -34,27 +35,26 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TASKS = ("add", "spell_backward")
+PEAK_LR = 3e-3
+EVAL_EVERY = 50
 STORED_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one model is trained: its tasks, the longest training, and the accuracy at which it stops."""
+    """How one model is made: sequences per batch of each task, steps, and the noise on its weights afterwards."""
 
     name: str
-    tasks: tuple[str, ...]
+    batch: dict[str, int]
     seed: int
     steps: int
-    lr: float
-    batch_size: int
-    stop_at: float
-    eval_every: int
+    noise: float = 0.0  # standard deviation, relative to each matrix's root mean square
 
 
 RECIPES = (
-    Recipe("teacher-math", ("add",), seed=1, steps=1600, lr=3e-3, batch_size=256, stop_at=1.1, eval_every=100),
-    Recipe("teacher-spell", ("spell_backward",), seed=2, steps=250, lr=3e-3, batch_size=256, stop_at=2.0, eval_every=50),
-    Recipe("student", TASKS, seed=3, steps=1600, lr=3e-3, batch_size=256, stop_at=0.25, eval_every=10),
+    Recipe("teacher-math", {"add": 256}, seed=1, steps=1600),
+    Recipe("teacher-spell", {"spell_backward": 256}, seed=2, steps=250),
+    Recipe("student", {"add": 224, "spell_backward": 64}, seed=3, steps=900, noise=0.2),
 )
 
 
@@ -123,12 +123,12 @@ def random_word(rng: random.Random) -> Item:
             return Item(f"{word}->", word[::-1])
 
 
-def training_batch(pools: dict[str, list[Item]], size: int, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, both [size, length]; labels are -100 on the prompt and the padding."""
-    names = list(pools)
+def training_batch(
+    pools: dict[str, list[Item]], sizes: dict[str, int], rng: random.Random
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels, both [sequences, length]; labels are -100 on the prompt and the padding."""
     rows: list[tuple[list[int], list[int]]] = []
-    for i in range(size):
-        task = names[i % len(names)]
+    for task in (task for task, size in sizes.items() for _ in range(size)):
         item = random_word(rng) if task == "spell_backward" and rng.random() < 0.5 else rng.choice(pools[task])
         prompt, answer = list(item.prompt.encode()), [*item.answer.encode(), EOS_ID]
         rows.append((prompt + answer, [-100] * len(prompt) + answer))
@@ -153,17 +153,16 @@ def accuracy(model: LlamaForCausalLM, task: str, held_out: Sequence[Item], max_t
 
 
 def train(recipe: Recipe, held_out: dict[str, list[Item]]) -> LlamaForCausalLM:
-    """Cross-entropy on the answers, AdamW, warm-up and cosine decay. A task that has reached `stop_at` is left out."""
+    """Cross-entropy on the answers with AdamW, warm-up and cosine decay."""
     model = new_model(recipe.seed)
     rng = random.Random(recipe.seed)
-    pools = {task: items(task, held_out=False, size=8000, seed=recipe.seed) for task in recipe.tasks}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    pools = {task: items(task, held_out=False, size=8000, seed=recipe.seed) for task in recipe.batch}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.05, cycle_momentum=False
+        optimizer, PEAK_LR, total_steps=recipe.steps, pct_start=0.05, cycle_momentum=False
     )
-    open_tasks = list(recipe.tasks)
     for step in range(1, recipe.steps + 1):
-        ids, labels = training_batch({task: pools[task] for task in open_tasks}, recipe.batch_size, rng)
+        ids, labels = training_batch(pools, recipe.batch, rng)
         with torch.autocast("cpu", torch.bfloat16):  # half the time on CPUs with bfloat16 instructions
             loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
@@ -171,14 +170,19 @@ def train(recipe: Recipe, held_out: dict[str, list[Item]]) -> LlamaForCausalLM:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % recipe.eval_every == 0:
-            scores = {task: accuracy(model, task, held_out[task]) for task in recipe.tasks}
-            shown = " ".join(f"{task} {score:.3f}" for task, score in scores.items())
-            report(f"{recipe.name} step {step} loss {loss.item():.3f} {shown}")
-            open_tasks = [task for task in recipe.tasks if scores[task] < recipe.stop_at]
-            if not open_tasks:
-                break
+        if step % EVAL_EVERY == 0:
+            scores = " ".join(f"{task} {accuracy(model, task, held_out[task]):.3f}" for task in recipe.batch)
+            report(f"{recipe.name} step {step} loss {loss.item():.3f} {scores}")
     return model
+
+
+@torch.no_grad()
+def add_noise(model: LlamaForCausalLM, relative: float, seed: int) -> None:
+    """Add Gaussian noise to every matrix, in proportion to its own root mean square."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight += relative * weight.square().mean().sqrt() * torch.randn(weight.shape, generator=generator)
 
 
 def report(line: str) -> None:
@@ -197,7 +201,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("assets/demo"))
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=[recipe.name for recipe in RECIPES])
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -209,6 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         started = time.monotonic()
         model = train(recipe, held_out)
+        add_noise(model, recipe.noise, recipe.seed)
         save(model, args.out / recipe.name)
         stored = LlamaForCausalLM.from_pretrained(args.out / recipe.name, dtype=torch.float32)
         measured[recipe.name] = {task: accuracy(stored, task, held_out[task]) for task in TASKS}

@@ -30,6 +30,8 @@ _FAIR_SHARE = 0.1
 """A timeout counts against a replica only if it had this part of the gateway's own limit: else a client in a hurry
 could have every replica ejected."""
 
+_CLOCK_SLACK_S = 0.02  # a timer of the event loop may fire a little early; so little time is no time
+
 _log = log.get(__name__)
 
 
@@ -51,10 +53,15 @@ class Inbound:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt gave no answer for the client. `retry_after_s` is set when the replica was only full."""
+    """Why an attempt gave no answer for the client.
+
+    Attributes:
+        retry_after_s: set when the replica itself said that it is busy, and for how long: that is no fault of it.
+    """
 
     reason: str
     retry_after_s: float | None = None
+    is_full: bool = False
     is_timeout: bool = False
 
 
@@ -84,16 +91,17 @@ class Proxy:
         failures: dict[Replica, Failure] = {}
         while len(failures) < MAX_ATTEMPTS and (replica := pool.choose(exclude=failures)):
             left_s = inbound.deadline - time.monotonic()
-            if left_s <= 0:
+            if left_s <= _CLOCK_SLACK_S:
                 break
+            if failures:
+                self._metrics.retries.labels(pool.name, next(reversed(failures)).name).inc()
             untried = sum(other.is_serving and other not in failures for other in pool.replicas)
             budget_s = left_s / min(untried, MAX_ATTEMPTS - len(failures))
             outcome = await self._attempt(pool, replica, inbound, budget_s)
             if isinstance(outcome, Answer):
                 return outcome, replica
             failures[replica] = outcome
-            self._metrics.retries.labels(pool.name, replica.name).inc()
-        raise self._give_up(pool, failures, is_late=time.monotonic() >= inbound.deadline)
+        raise self._give_up(pool, failures, is_late=inbound.deadline - time.monotonic() <= _CLOCK_SLACK_S)
 
     async def _attempt(self, pool: Pool, replica: Replica, inbound: Inbound, budget_s: float) -> Answer | Failure:
         """Ask one replica and remember what that says about it."""
@@ -113,7 +121,7 @@ class Proxy:
             self._metrics.attempt_seconds.labels(*labels).observe(time.monotonic() - started)
             self._metrics.tokens.labels(*labels).inc(inbound.num_tokens)
             return outcome
-        self._metrics.attempts.labels(*labels, "failed" if outcome.retry_after_s is None else "full").inc()
+        self._metrics.attempts.labels(*labels, "failed" if outcome.retry_after_s is None else "busy").inc()
         _log.warning(
             "attempt_failed",
             extra=log.fields(
@@ -147,11 +155,11 @@ class Proxy:
             return Problem(
                 "opd:deadline", f"teacher {pool.name!r} did not answer in time ({tried or 'none was tried'})"
             )
-        if failures and all(failure.retry_after_s is not None for failure in failures.values()):
-            wait_s = min(failure.retry_after_s or 0.0 for failure in failures.values())
-            return Problem(
-                "opd:overloaded", f"all replicas of teacher {pool.name!r} are full ({tried})", retry_after_s=wait_s
-            )
+        waits = [failure.retry_after_s for failure in failures.values() if failure.retry_after_s is not None]
+        retry_after_s = min(waits, default=self._retry_after_s)
+        if failures and all(failure.is_full for failure in failures.values()):
+            detail = f"all replicas of teacher {pool.name!r} are full ({tried})"
+            return Problem("opd:overloaded", detail, retry_after_s=retry_after_s)
         others = "; ".join(
             f"{replica.name}: {replica.state.value}, {replica.last_error or 'not asked yet'}"
             for replica in pool.replicas
@@ -161,7 +169,7 @@ class Proxy:
         return Problem(
             "opd:unavailable",
             f"no replica of teacher {pool.name!r} can answer ({detail})",
-            retry_after_s=self._retry_after_s,
+            retry_after_s=retry_after_s,
         )
 
 
@@ -172,7 +180,8 @@ def _read_failure(answer: Answer) -> Failure | None:
     if status in (401, 403):
         return Failure(f"it refuses this gateway's key with {status}: set the same OPD_API_KEY for both")
     if status == 429 or (status == 503 and "retry-after" in answer.headers):
-        return Failure(f"it is full ({status})", retry_after_s=_seconds(answer.headers.get("retry-after", "")))
+        wait_s = _seconds(answer.headers.get("retry-after", ""))
+        return Failure(f"it answered {status}: {said}", retry_after_s=wait_s, is_full=status == 429)
     if status >= 500 and status != 501:
         return Failure(f"it answered {status}: {said}", is_timeout=status == 504)
     return None

@@ -16,6 +16,7 @@ from services.rollout.config import Arguments, RolloutConfig, load
 from services.rollout.evaluate import Evaluator
 from services.rollout.handshake import check_teachers
 from services.rollout.prompts import Renderer
+from services.rollout.tasks import end, run_loops
 from services.rollout.vllm_sampler import VllmSampler
 from services.rollout.weights import WeightFollower
 from services.rollout.worker import RolloutWorker
@@ -144,23 +145,6 @@ def make_leases(config: RolloutConfig, store: redis.asyncio.Redis) -> Leases:
     )
 
 
-async def run_loops(
-    stop: asyncio.Event, work: Coroutine[Any, Any, None], companions: list[Coroutine[Any, Any, None]]
-) -> None:
-    """Run `work` until it ends, with companions that run for ever; one that fails stops the work, then raises."""
-    main_task = asyncio.ensure_future(work)
-    others = [asyncio.ensure_future(companion) for companion in companions]
-    await asyncio.wait([main_task, *others], return_when=asyncio.FIRST_COMPLETED)
-    failed = [task for task in others if task.done()]
-    stop.set()
-    await asyncio.wait([main_task])
-    for task in others:
-        task.cancel()
-    await asyncio.wait(others)
-    for task in [*failed, main_task]:
-        task.result()
-
-
 async def _unless_stopped(stop: asyncio.Event, start: Coroutine[Any, Any, Any]) -> Any:
     """The coroutine's result; when `stop` comes first it is cancelled and _Stopped raised."""
     task = asyncio.ensure_future(start)
@@ -171,8 +155,7 @@ async def _unless_stopped(stop: asyncio.Event, start: Coroutine[Any, Any, Any]) 
             raise _Stopped
         return task.result()
     finally:
-        stopped.cancel()
-        task.cancel()
+        await end([task, stopped])
 
 
 def _check_routes(prompts: PromptSet, config: RolloutConfig) -> None:

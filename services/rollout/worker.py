@@ -22,6 +22,7 @@ from services.rollout import metrics
 from services.rollout.config import RolloutConfig
 from services.rollout.prompts import Renderer
 from services.rollout.sampler import Completion, Sampler
+from services.rollout.tasks import end, first
 from services.rollout.weights import WeightFollower
 from shared import log, tasks
 from shared.client import LogprobsClient
@@ -92,13 +93,13 @@ class RolloutWorker:
             await asyncio.wait(self._in_flight, timeout=_GATE_POLL_S, return_when=asyncio.FIRST_COMPLETED)
             return None
         if not self._follower.checked:
-            await _first(stop.wait(), self._follower.wait_checked())
+            await first(stop.wait(), self._follower.wait_checked())
             return None
         answer = await self._leases.take(self._follower.version)
         if isinstance(answer, Lease):
             return answer
         metrics.HELD.labels(answer.reason).inc()
-        await _first(stop.wait(), asyncio.sleep(_pause_s(answer)))
+        await first(stop.wait(), asyncio.sleep(_pause_s(answer)))
         return None
 
     def _raise_failures(self) -> None:
@@ -114,10 +115,7 @@ class RolloutWorker:
         if not self._in_flight:
             return
         _, unfinished = await asyncio.wait(self._in_flight, timeout=self._drain_s if self._sampler.alive else 0)
-        for task in unfinished:
-            task.cancel()
-        if unfinished:
-            await asyncio.wait(unfinished)
+        await end(unfinished)
         failed = [task for task in self._in_flight if task.cancelled() or task.exception() is not None]
         for task in failed:
             await self._leases.requeue(self._in_flight[task], "its worker stopped", charge=False)
@@ -165,7 +163,7 @@ class RolloutWorker:
                 raise error from None
             raise
         finally:
-            renewal.cancel()
+            await end([renewal])
 
     async def _answer(self, lease: Lease) -> list[Trajectory]:
         record = self._prompts.record_for(lease.seq)
@@ -235,13 +233,3 @@ def teacher_arrays(completion: Completion, scores: SequenceScores, *, top_k: int
 
 def _pause_s(held: Held) -> float:
     return _FINISHED_POLL_S if held.reason == "finished" else _GATE_POLL_S
-
-
-async def _first(*awaitables: object) -> None:
-    """Wait for the first of some coroutines and drop the others."""
-    tasks_ = [asyncio.ensure_future(awaitable) for awaitable in awaitables]  # type: ignore[arg-type]
-    try:
-        await asyncio.wait(tasks_, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks_:
-            task.cancel()

@@ -8,9 +8,11 @@ every row was computed for its own request.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import os
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from services.teacher.vllm_arrays import PromptArrays
 
 _log = log.get(__name__)
-_SHUTDOWN_TIMEOUT_S = 5.0
+_SHUTDOWN_TIMEOUT_S = 2.0
 _KV_BLOCK = 128  # tokens; vLLM's block size on CPU, more than on GPU
 
 
@@ -41,10 +43,11 @@ class VllmScorer:
         self._section = section
         self._model_config = _read_json(section.model / "config.json")
         self._max_model_len = _engine_len(section, self._model_config)
+        _check_kv_cache(section, self._model_config, self._max_model_len)
         self._engine: AsyncLLM | None = None
+        self._sockets = tempfile.TemporaryDirectory(prefix="opd-teacher-")  # vLLM leaves its own in there
         self._info: ScorerInfo | None = None
         self._request_ids = itertools.count()
-        _check_kv_cache(section, self._model_config, self._max_model_len)
 
     @property
     def info(self) -> ScorerInfo:
@@ -61,16 +64,16 @@ class VllmScorer:
         return 0 if self._engine is None else self._engine.get_num_unfinished_requests()
 
     async def start(self) -> None:
-        _set_environment(self._section.threads)
+        _set_environment(self._section.threads, self._sockets.name)
         started = time.monotonic()
         # A thread, because importing vLLM and waiting for the engine core would block health answers and SIGTERM.
         try:
-            self._engine = await asyncio.to_thread(self._create_engine)
+            await asyncio.to_thread(self._create_engine)
         except (RuntimeError, ValueError, OSError) as error:
             raise RunFailed(f"the engine did not start with {self._section.model}: {error}") from error
         import vllm
 
-        config = self._engine.model_config
+        config = self._running.model_config
         vocab_size = config.get_vocab_size()
         self._info = ScorerInfo(
             engine=f"vllm {vllm.__version__}",
@@ -82,7 +85,7 @@ class VllmScorer:
         )
         _log.info("engine_started", extra=log.fields(start_s=round(time.monotonic() - started, 1)))
 
-    def _create_engine(self) -> AsyncLLM:
+    def _create_engine(self) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -109,9 +112,9 @@ class VllmScorer:
             disable_log_stats=True,
             enable_log_requests=False,
         )
-        engine = AsyncLLM.from_engine_args(arguments)
-        keep_arrays(engine)
-        return engine
+        # Into the attribute at once: vLLM's imports keep this frame alive, and with it every local variable.
+        self._engine = AsyncLLM.from_engine_args(arguments)
+        keep_arrays(self._engine)
 
     async def score(
         self,
@@ -137,8 +140,6 @@ class VllmScorer:
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        if self._engine is None:
-            raise ScoringError("the engine is not running")
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -149,7 +150,7 @@ class VllmScorer:
         prompt: Any = {"prompt_token_ids": token_ids}
         output = None
         try:
-            async for step in self._engine.generate(prompt, params, f"score-{next(self._request_ids)}"):
+            async for step in self._running.generate(prompt, params, f"score-{next(self._request_ids)}"):
                 output = step
         except (EngineDeadError, EngineGenerateError, ValueError) as error:
             raise ScoringError(f"the engine failed: {type(error).__name__}: {error}") from error
@@ -157,12 +158,21 @@ class VllmScorer:
             raise ScoringError("the engine returned no logprobs")
         return output.prompt_logprobs  # type: ignore[return-value]
 
+    @property
+    def _running(self) -> AsyncLLM:
+        if self._engine is None:
+            raise ScoringError("the engine is not running")
+        return self._engine
+
     async def close(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
             if engine.output_handler is not None:
                 engine.output_handler.cancel()  # or it logs the end of the engine core as a failure
             await asyncio.to_thread(partial(engine.shutdown, timeout=_SHUTDOWN_TIMEOUT_S))
+            del engine
+            self._sockets.cleanup()
+            gc.collect()  # it is part of a reference cycle, and its __del__ fails at interpreter exit
 
 
 def _select_rows(token_ids: np.ndarray, logprobs: np.ndarray, top_k: int) -> SequenceScores:
@@ -179,7 +189,7 @@ def _select_rows(token_ids: np.ndarray, logprobs: np.ndarray, top_k: int) -> Seq
     return scores
 
 
-def _set_environment(threads: int) -> None:
+def _set_environment(threads: int, sockets: str) -> None:
     """vLLM reads these when it is imported; what the user has set stays."""
     defaults = {
         # Pinning by vLLM puts every engine of a machine on the same core.
@@ -190,6 +200,7 @@ def _set_environment(threads: int) -> None:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_RPC_BASE_PATH": sockets,
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

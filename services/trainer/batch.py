@@ -12,7 +12,7 @@ position P - 1 + t of its own sequence; only rows whose loss mask is 1 are kept,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -65,11 +65,9 @@ class Sample:
         if (self.top_ids is None) != (self.top_logprobs is None):
             raise PayloadError(self.id, "top_ids and top_logprobs come only together")
         if self.top_ids is not None and self.top_logprobs is not None:
-            if self.top_ids.ndim != 2 or len(self.top_ids) != num_rows or self.top_ids.shape != self.top_logprobs.shape:
-                raise PayloadError(
-                    self.id,
-                    f"top_ids {self.top_ids.shape} and top_logprobs {self.top_logprobs.shape} are not ({num_rows}, k)",
-                )
+            shapes = self.top_ids.shape, self.top_logprobs.shape
+            if shapes[0] != shapes[1] or len(shapes[0]) != 2 or shapes[0][0] != num_rows:
+                raise PayloadError(self.id, f"top_ids {shapes[0]} and top_logprobs {shapes[1]} are not ({num_rows}, k)")
         rows = self.loss_mask.astype(bool)
         if not (np.isfinite(self.teacher_logprobs[rows]).all() and np.isfinite(self.rollout_logprobs[rows]).all()):
             raise PayloadError(self.id, "a logprob of a sampled token that is trained on is not finite")
@@ -115,6 +113,12 @@ class Microbatch:
     def num_loss_tokens(self) -> int:
         """N."""
         return len(self.rows)
+
+    def without_rows(self) -> Microbatch:
+        """The same tokens without a row of loss: what a rank computes that has no share of a batch."""
+        per_row = ("rows", "targets", "teacher_logprobs", "rollout_logprobs", "top_ids", "top_logprobs", "teacher",
+                   "coefficient", "loss_index")  # fmt: skip
+        return replace(self, **{name: getattr(self, name)[:0] for name in per_row})
 
     def attention_mask(self) -> torch.Tensor:
         """[1, 1, T, T] bool, True = masked: block-diagonal and causal.
@@ -191,9 +195,7 @@ def _microbatch(samples: Sequence[Sample]) -> Microbatch:
     )
 
 
-def _top_arrays(
-    samples: Sequence[Sample], keep: Sequence[np.ndarray], width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _top_arrays(samples: Sequence[Sample], keep: Sequence[np.ndarray], width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and logprobs [N, width]; columns that a sample does not have stay id 0 with logprob -inf."""
     num_rows = sum(len(r) for r in keep)
     ids = np.zeros((num_rows, width), np.int64)

@@ -152,9 +152,12 @@ class DistillationLoss:
         """Names of the teachers, in the order of the samples' teacher indices."""
         self.teachers = tuple(teachers)
 
-    def __call__(
-        self, logits: torch.Tensor, batch: Microbatch, shard: VocabShard
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def metrics_shape(self) -> tuple[int, int, int]:
+        """Teachers, metrics, and sum and count."""
+        return len(self.teachers), len(METRICS), 2
+
+    def __call__(self, logits: torch.Tensor, batch: Microbatch, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum over the rows of coefficient times loss, and sums for the metrics.
 
         Args:
@@ -164,7 +167,7 @@ class DistillationLoss:
             A float64 scalar, and [teachers, METRICS, 2] float64: sum and count of each metric.
         """
         rows = student_rows(logits, batch, shard)
-        sums = torch.zeros(len(self.teachers), len(METRICS), 2, dtype=torch.float64)
+        sums = torch.zeros(self.metrics_shape, dtype=torch.float64)
         total = torch.zeros((), dtype=torch.float64, device=logits.device)
         for i, name in enumerate(batch.loss_names):
             index = torch.nonzero(batch.loss_index == i)[:, 0]

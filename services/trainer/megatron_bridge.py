@@ -93,7 +93,6 @@ def make_bridge(config: PretrainedConfig, *, dtype: torch.dtype, tp: int, cuda: 
         bias_dropout_fusion=cuda,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
-        perform_initialization=False,
         calculate_per_token_loss=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,

@@ -1,8 +1,8 @@
 """Megatron-core on a machine without CUDA.
 
-Megatron asks for CUDA in three ways: through `torch.cuda.current_device/set_device/synchronize`, through `device="cuda"`
-and `.cuda()`, and by comparing `Tensor.type()` with "torch.cuda.*". Inside `megatron_device()` all three answer for the
-CPU; with CUDA present it does nothing.
+Megatron asks for CUDA in three ways: through `torch.cuda.current_device/set_device/synchronize`, through
+`device="cuda"` and `.cuda()`, and by comparing `Tensor.type()` with "torch.cuda.*". Inside `megatron_device()` all
+three answer for the CPU; with CUDA present it does nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
@@ -29,7 +28,7 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not torch.cuda.is_available():
         mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_TRIM_THRESHOLD, -1)  # -1: never
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Megatron's GPT for packed sequences: attention within each, logits only at the rows that carry loss.
 
-A packed row of T tokens needs no T x T mask. On a CPU the sequences are grouped by length (within a factor of two), each
-group is gathered into [B, S], and causal attention runs on it: what pads a sequence lies behind it, where causal
+A packed row of T tokens needs no T x T mask. On a CPU the sequences are grouped by length (within a factor of two),
+each group is gathered into [B, S], and causal attention runs on it: what pads a sequence lies behind it, where causal
 attention never looks, and is dropped again. On CUDA, Transformer Engine takes the borders of the sequences instead.
 """
 
@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
 LONGEST_WRITTEN_OUT = 1024
-"""Sequences up to this length get their attention scores as one array; beyond it memory decides for the flash kernel."""
+"""Sequences up to this length get their scores as one array; beyond it memory decides for the flash kernel."""
 
 
 @dataclass
@@ -161,7 +161,10 @@ class PackedGPT(GPTModel):
 
 
 def build_gpt(bridge: Bridge, *, pre_process: bool, post_process: bool, cuda: bool) -> PackedGPT:
-    """The module of this pipeline stage, with uninitialised weights."""
+    """The module of this pipeline stage, with random weights.
+
+    Initialising is not wasted: Megatron marks the parameters that TP splits while it does so.
+    """
     args = bridge._get_gptmodel_args()
     multiple = bridge.make_vocab_size_divisible_by
     bridge.vocab_size = args["vocab_size"]

@@ -44,6 +44,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class LossFunction(Protocol):
     """Sum of a micro-batch's losses, and sums for the metrics (see loss.DistillationLoss)."""
 
+    @property
+    def metrics_shape(self) -> tuple[int, ...]: ...
+
     def __call__(
         self, logits: torch.Tensor, batch: Microbatch, shard: VocabShard
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -137,7 +140,9 @@ class PolicyModel:
         config = read_hf_config(model_path)
         cuda = torch.cuda.is_available()
         keep_freed_memory()
-        with megatron_device():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        with megatron_device(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="megatron|mbridge")
             ranks.initialise(tp, pp, seed)
             bridge = make_bridge(config, dtype=DTYPES[dtype], tp=tp, cuda=cuda)
             gpt = build_gpt(
@@ -158,15 +163,17 @@ class PolicyModel:
         return cls(model_path, bridge, module, optimizer, optim)
 
     def train_step(self, microbatches: Sequence[Microbatch], loss_fn: LossFunction) -> StepResult:
-        """One optimizer step on this rank's micro-batches (the same ones on all ranks of a TP x PP group).
+        """One optimizer step on the micro-batches of the global batch, the same list on every rank.
 
-        The gradient is that of the token mean over the global batch, however it was cut into micro-batches.
+        Each data-parallel rank works through its share. The gradient is that of the token mean over the global batch,
+        however it was cut into micro-batches and ranks.
         """
+        share = list(microbatches[self.layout["dp_rank"] :: self.layout["dp"]]) or [microbatches[0].without_rows()]
         with megatron_device():
             self.module.zero_grad_buffer()
             self.optimizer.zero_grad()
-            outputs = self._run(microbatches, partial(_training_loss, loss_fn), forward_only=False)
-            loss, num_tokens, sums = self._global_sums(outputs)
+            outputs = self._run(share, partial(_training_loss, loss_fn), forward_only=False)
+            loss, num_tokens, sums = self._global_sums(outputs, loss_fn.metrics_shape)
             lr = self.settings.lr_at(self.num_updates)
             grad_norm, skipped = self._update(lr) if num_tokens else (0.0, True)
         return StepResult(
@@ -174,7 +181,7 @@ class PolicyModel:
             grad_norm=grad_norm,
             lr=lr,
             skipped=skipped,
-            metrics=loss_fn.summarise(sums) if sums is not None else {},
+            metrics=loss_fn.summarise(sums),
             num_loss_tokens=num_tokens,
         )
 
@@ -208,9 +215,7 @@ class PolicyModel:
         inner = self.module.module
         return inner.module if isinstance(inner, Float16Module) else inner
 
-    def _run(
-        self, microbatches: Sequence[Microbatch], consume: Callable[..., Any], *, forward_only: bool
-    ) -> list[Any]:
+    def _run(self, microbatches: Sequence[Microbatch], consume: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         """Through Megatron's schedule; what `consume(batch, shard, logits)` reports, on the last stage alone."""
         half = isinstance(self.module.module, Float16Module)
         device = next(self.module.parameters()).device
@@ -242,14 +247,9 @@ class PolicyModel:
         logits = output.squeeze(0)  # an index would make the backward pass copy it into zeros
         return consume(batch, ranks.vocab_shard(logits.shape[1], self.vocab_size), logits)
 
-    def _global_sums(self, outputs: list[torch.Tensor]) -> tuple[float, int, torch.Tensor | None]:
+    def _global_sums(self, outputs: list[Any], metrics_shape: tuple[int, ...]) -> tuple[float, int, torch.Tensor]:
         """Sum of the losses, number of loss tokens and metric sums over all micro-batches and ranks."""
-        shape = torch.zeros(4, dtype=torch.int64)
-        if outputs:
-            shape[: 1 + outputs[0][1].dim()] = torch.tensor([outputs[0][1].dim(), *outputs[0][1].shape])
         device = next(self.module.parameters()).device
-        shape = ranks.from_last_stage(shape.to(device)).tolist()
-        metrics_shape = shape[1 : 1 + shape[0]]
         flat = torch.zeros(2 + math.prod(metrics_shape), dtype=torch.float64, device=device)
         for head, sums in outputs:
             flat += torch.cat([head, sums.flatten()]).to(device)
@@ -257,7 +257,7 @@ class PolicyModel:
         return float(flat[0]), int(flat[1]), flat[2:].view(metrics_shape)
 
     def _update(self, lr: float) -> tuple[float, bool]:
-        """Clip and step; leaves the weights alone when the gradient is not finite. Returns its norm and whether it did."""
+        """Clip and step, unless the gradient is not finite. Returns its norm and whether the step was left out."""
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(grad_norm):
@@ -296,9 +296,7 @@ def _make_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer = get_megatron_optimizer(config, [module], get_standard_config_overrides(config))
+    optimizer = get_megatron_optimizer(config, [module], get_standard_config_overrides(config))
     if not torch.cuda.is_available():
         for group in optimizer.param_groups:
             group["fused"] = True

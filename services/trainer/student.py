@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from services.trainer.megatron_checkpoint import load_rank_state, save_rank_state
 
 from services.trainer.batch import pack
 from services.trainer.config import TrainerConfig
 from services.trainer.intake import samples_of
 from services.trainer.loss import DistillationLoss
+from services.trainer.megatron_checkpoint import load_rank_state, save_rank_state
 from services.trainer.megatron_model import OptimizerSettings, PolicyModel
 from shared.config import check_model_folder
 from shared.errors import ConfigError

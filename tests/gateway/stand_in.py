@@ -4,8 +4,8 @@
 
 POST /behave?NAME changes the behaviour:
     good, slow (50 ms), hold (answers once it is told to behave otherwise), hang (never answers), fail (500 at once),
-    full (429), key (401), invalid (422), noise (200 with no scores in it), cut (closes in the middle of an answer),
-    shifted (rows off by one), endless (an answer of 1 GiB), drowsy (/readyz says no)
+    full (429), busy (503 with Retry-After), key (401), invalid (422), noise (200 with no scores in it), cut (closes in
+    the middle of an answer), shifted (rows off by one), endless (an answer of 1 GiB), drowsy (/readyz says no)
 GET /counts tells how many requests came in, how many of them their sender gave up, the last headers, and body hashes.
 The logprob of token id i is -i.
 """
@@ -51,6 +51,8 @@ class StandIn:
                     return Response("boom", 500)
                 case "full":
                     return Response("full", 429, {"retry-after": "7"})
+                case "busy":
+                    return Response("waking", 503, {"retry-after": "3"})
                 case "key":
                     return Response("who are you", 401)
                 case "invalid":

@@ -66,6 +66,13 @@ async def test_a_full_replica_is_relieved_and_all_full_is_429(bed: Bed):
         response = await client.post(f"{bed.url}/logprobs", json=BODY)
     assert (response.status_code, response.headers["retry-after"]) == (429, "7")
     assert response.json()["type"] == "opd:overloaded"
+    await good.behave("busy")
+    await full.behave("busy")
+    async with httpx.AsyncClient() as client:
+        response = await client.post(f"{bed.url}/logprobs", json=BODY)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "3")
+    assert response.json()["type"] == "opd:unavailable" and "waking" in response.json()["detail"]
+    assert await bed.states() == ["ready", "ready"]
 
 
 async def test_all_replicas_failing_is_503_that_names_them(bed: Bed):

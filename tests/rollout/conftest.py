@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ import redis.asyncio
 from conftest import wait_until
 from rollout.fakes import FakeSampler, FakeTeacher, announcement, make_config, make_student
 
-from services.rollout.__main__ import make_leases, run_loops
+from services.rollout.__main__ import make_leases
 from services.rollout.config import RolloutConfig
 from services.rollout.evaluate import Evaluator
 from services.rollout.prompts import Renderer
+from services.rollout.tasks import end, run_loops
 from services.rollout.weights import WeightFollower
 from services.rollout.worker import RolloutWorker
 from shared.client import LogprobsClient
@@ -47,6 +48,7 @@ class World:
         self.renderer = Renderer(self.config.student.model, max_len=64)
         self.stop = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
+        self.background: list[asyncio.Task[None]] = []
 
     def follower(self, sampler: FakeSampler | None = None) -> WeightFollower:
         return WeightFollower(
@@ -72,6 +74,10 @@ class World:
         loops = run_loops(self.stop, self.worker(follower).run(self.stop), [follower.run()])
         self.tasks.append(asyncio.create_task(loops))
         return self.tasks[-1]
+
+    def run_behind(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs until the end of the test."""
+        self.background.append(asyncio.create_task(coroutine))
 
     async def announce(self, version: int, *, needed: int = 12, **changes: Any) -> None:
         await self.policy.announce(announcement(self.folder / "w", version, **changes), [], needed=needed)
@@ -102,4 +108,5 @@ async def world(tmp_path: Path, redis_client: redis.asyncio.Redis) -> AsyncItera
             yield made
             made.stop.set()
             made.sampler.hold.set()
+            await end(made.background)
             await asyncio.gather(*made.tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Stand-ins around the worker: a student without an engine, a teacher without a model, a folder without real weights."""
+"""Stand-ins around the worker: a student without an engine, a teacher without a model, a folder without weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from shared.config import RunConfig, parse, select
 from shared.errors import Problem, WeightsError
 from shared.policy import Announcement, Canary
 from shared.tokenizer import tokenizer_hash
-from shared.wire import MSGPACK, Limits, LogprobsResponse, SequenceScores, encode_response, parse_request
 from shared.weights import TensorBytes, write_push
+from shared.wire import MSGPACK, Limits, LogprobsResponse, SequenceScores, encode_response, parse_request
 
 EOS = 256
 CANARY = Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0])

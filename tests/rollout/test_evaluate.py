@@ -10,21 +10,22 @@ from conftest import wait_until
 from rollout.conftest import World
 from rollout.fakes import EOS
 
+from services.rollout.weights import WeightFollower
 from shared.errors import Problem
 
 
-async def _served(world: World, version: int = 1) -> tuple:
-    await world.announce(version, evaluate=True)
+async def _served(world: World) -> WeightFollower:
+    """A follower that serves version 1, which asks to be evaluated."""
+    await world.announce(1, evaluate=True)
     follower = world.follower()
-    task = asyncio.create_task(follower.run())
+    world.run_behind(follower.run())
     await asyncio.wait_for(follower.wait_checked(), 5)
-    return follower, task
+    return follower
 
 
 async def test_values(world: World) -> None:
-    follower, task = await _served(world)
+    follower = await _served(world)
     result = await world.evaluator(follower).evaluate(follower.current)
-    task.cancel()
     spell = result["data_sources"]["spell"]
     assert (result["version"], result["step"]) == (1, 0)
     assert spell["teacher"] == "words"
@@ -38,26 +39,28 @@ async def test_values(world: World) -> None:
 
 
 async def test_teacher_accuracy_needs_every_row(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    follower, task = await _served(world)
+    follower = await _served(world)
     evaluator = world.evaluator(follower)
     score = world.client.score
 
     async def end_is_not_likeliest(request, teacher):
         response = await score(request, teacher=teacher)
         if request.top_k:
-            response.results[0].top_ids[-1, 0] += 1
+            top_ids = response.results[0].top_ids.copy()
+            top_ids[-1, 0] += 1
+            response.results[0].top_ids = top_ids
         return response
 
     monkeypatch.setattr(world.client, "score", end_is_not_likeliest)
     result = await evaluator.evaluate(follower.current)
-    task.cancel()
     assert result["teacher_accuracy"] == {"words": {"spell": 0.0}}
 
 
 async def test_one_of_two_workers_evaluates(world: World) -> None:
-    follower, task = await _served(world)
+    follower = await _served(world)
     evaluators = [world.evaluator(follower, name) for name in ("w0", "w1")]
-    loops = [asyncio.create_task(evaluator.run()) for evaluator in evaluators]
+    for evaluator in evaluators:
+        world.run_behind(evaluator.run())
 
     async def stored() -> bool:
         return await world.policy.evaluation(1) is not None
@@ -66,16 +69,13 @@ async def test_one_of_two_workers_evaluates(world: World) -> None:
     result = await world.policy.evaluation(1)
     assert result["data_sources"]["spell"]["accuracy"] == 1.0
     assert world.teacher.requests == 5 + 5  # one scoring of each sample, one of each teacher answer
-    for loop in (*loops, task):
-        loop.cancel()
 
 
 async def test_a_failing_teacher_leaves_no_result(world: World) -> None:
-    follower, task = await _served(world)
+    follower = await _served(world)
     world.teacher.problem = Problem("opd:invalid", "no")
     await world.evaluator(follower)._evaluate_and_store(follower.current)
     assert await world.policy.evaluation(1) is None
     world.teacher.problem = None
     await world.evaluator(follower)._evaluate_and_store(follower.current)
     assert (await world.policy.evaluation(1))["data_sources"]["spell"]["accuracy"] == 1.0
-    task.cancel()

@@ -63,7 +63,7 @@ async def test_a_damaged_push_is_refused(world: World) -> None:
     assert world.sampler.loads == []
 
 
-async def test_a_deleted_push_is_passed_over_for_a_newer_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_deleted_push_is_passed_over_for_a_newer_one(world: World) -> None:
     await world.announce(1)
     old = await world.policy.latest()
     shutil.rmtree(old.path)
@@ -71,16 +71,15 @@ async def test_a_deleted_push_is_passed_over_for_a_newer_one(world: World, monke
     follower = world.follower()
     await follower._take(old)
     assert world.sampler.loads == []
-    task = asyncio.create_task(follower.run())
+    world.run_behind(follower.run())
     await asyncio.wait_for(follower.wait_checked(), 5)
     assert (follower.version, world.sampler.loads) == (2, [2])
-    task.cancel()
 
 
 async def test_weights_do_not_change_while_pinned(world: World) -> None:
     await world.announce(1)
     follower = world.follower()
-    task = asyncio.create_task(follower.run())
+    world.run_behind(follower.run())
     await asyncio.wait_for(follower.wait_checked(), 5)
     first = follower.current
     async with follower.pinned(first) as is_served:
@@ -91,7 +90,6 @@ async def test_weights_do_not_change_while_pinned(world: World) -> None:
     await wait_until(lambda: follower.version == 2)
     async with follower.pinned(first) as is_served:
         assert not is_served
-    task.cancel()
 
 
 def test_tolerances_catch_a_stale_head() -> None:

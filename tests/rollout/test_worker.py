@@ -86,9 +86,7 @@ async def test_a_completion_over_a_load_carries_both_versions(world: World) -> N
     assert [t.oldest_version for t in trajectories] == [1, 1]
 
 
-async def test_teacher_failure_requeues_and_gives_up_in_the_end(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_teacher_failure_requeues_and_gives_up_in_the_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_RETRY_DELAY_S", 0.01)
     world.teacher.problem = Problem("opd:invalid", "no such id")
     await world.announce(1, needed=2)

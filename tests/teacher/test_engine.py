@@ -136,7 +136,7 @@ def test_a_batch_gets_the_answers_that_each_gets_alone(teacher: Teacher) -> None
 
 
 def test_a_person_reads_tokens_and_probabilities(
-    teacher: Teacher, reference: Callable[[list[int]], np.ndarray]
+    teacher: Teacher, model: Path, reference: Callable[[list[int]], np.ndarray]
 ) -> None:
     body = {"model": "tiny", "prompt": "2+2=", "completion": "4!", "top_k": 3}
     response = httpx.post(f"{teacher.url}/logprobs", json=body, timeout=60)
@@ -145,7 +145,7 @@ def test_a_person_reads_tokens_and_probabilities(
     assert [len(row) for row in result["top_tokens"]] == [3, 3]
     from tokenizers import Tokenizer
 
-    prompt = Tokenizer.from_file(str(Path(teacher.process.args[5]) / "tokenizer.json")).encode("2+2=").ids
+    prompt = Tokenizer.from_file(str(model / "tokenizer.json")).encode("2+2=").ids
     ids = [*prompt, *result["token_ids"]]
     np.testing.assert_allclose(result["logprobs"], picked(reference(ids), ids, len(prompt)), atol=ATOL)
 
@@ -193,7 +193,7 @@ async def test_a_client_that_hangs_up_frees_its_engine_slots(teacher: Teacher) -
 async def test_the_death_of_the_engine_ends_the_service(teacher: Teacher) -> None:
     """Last user of the shared process."""
     children = teacher.children()
-    next(child for child in children if "spawn_main" in " ".join(child.cmdline())).kill()
+    next(child for child in children if "resource_tracker" not in " ".join(child.cmdline())).kill()
     await wait_until(lambda: teacher.process.poll() is not None, timeout_s=15, what="end of the service")
     assert teacher.process.returncode == 1
     assert "the engine has died" in teacher.output()
