@@ -54,7 +54,7 @@ class Recipe:
 RECIPES = (
     Recipe("teacher-math", {"add": 256}, seed=1, steps=1600),
     Recipe("teacher-spell", {"spell_backward": 256}, seed=2, steps=250),
-    Recipe("student", {"add": 224, "spell_backward": 64}, seed=3, steps=900, noise=0.2),
+    Recipe("student", {"add": 224, "spell_backward": 64}, seed=3, steps=900, noise=0.5),
 )
 
 

@@ -51,7 +51,7 @@ def configure(service: str, level: str | None = None) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel((level or os.environ.get("OPD_LOG_LEVEL", "info")).upper())
-    for noisy in ("httpx", "httpcore", "uvicorn.access"):
+    for noisy in ("httpx", "httpcore", "uvicorn.access", "megatron"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

@@ -83,7 +83,7 @@ async def serve(service: TeacherService, key: str | None, listener: socket.socke
         await asyncio.wait((serving,), timeout=_DRAIN_S + 1)
         if is_starting:
             # The thread that starts the engine cannot be interrupted, and must not start another process.
-            end_children()
+            service.scorer.abandon()
             os._exit(0)
         for task in (engine, stopping):
             task.cancel()

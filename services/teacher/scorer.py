@@ -66,6 +66,10 @@ class Scorer(Protocol):
         """
         ...
 
+    def abandon(self) -> None:
+        """End a start that is still under way, and what it has made. The process must exit after it."""
+        ...
+
     async def close(self) -> None:
         """Stop the engine and all its processes."""
         ...

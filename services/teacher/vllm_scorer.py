@@ -11,6 +11,7 @@ import asyncio
 import gc
 import itertools
 import json
+import logging
 import os
 import tempfile
 import time
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from services.teacher.processes import end_children
 from services.teacher.scorer import ScorerInfo, ScoringError, check_scores
 from shared import log
 from shared.config import TeacherSection
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from services.teacher.vllm_arrays import PromptArrays
 
 _log = log.get(__name__)
-_SHUTDOWN_TIMEOUT_S = 2.0
+_SHUTDOWN_TIMEOUT_S = 0.5  # then it is killed: a teacher has nothing to save
 _KV_BLOCK = 128  # tokens; vLLM's block size on CPU, more than on GPU
 
 
@@ -158,6 +160,10 @@ class VllmScorer:
             raise ScoringError("the engine returned no logprobs")
         return output.prompt_logprobs  # type: ignore[return-value]
 
+    def abandon(self) -> None:
+        end_children()
+        self._sockets.cleanup()
+
     @property
     def _running(self) -> AsyncLLM:
         if self._engine is None:
@@ -204,6 +210,7 @@ def _set_environment(threads: int, sockets: str) -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # for what it logs before it has read its own settings
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import warnings
 from typing import TYPE_CHECKING
 
 from services.trainer.config import TrainerConfig, load
@@ -34,6 +35,8 @@ def main() -> None:
 
 def _ranks(config: TrainerConfig) -> tuple[Student, Ranks]:
     """This rank's model and the operations on it; torch and Megatron are imported only here, after the cheap checks."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait must not spin on cores that engines share
+    warnings.filterwarnings("ignore", module="megatron|mbridge|torch")
     from services.trainer.ranks import Ranks
     from services.trainer.student import Student
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from conftest import Service, free_port, wait_until
+
+from tests.conftest import Service, free_port, wait_until
 
 BODY = {"model": "math", "token_ids": [[1, 2, 3, 4]], "prompt_len": [2]}
 
@@ -54,7 +55,7 @@ class Bed:
         return stand
 
     async def gateway(
-        self, *ports: int, wait: bool = True, timeout_s: float = 6.0, env: dict[str, str] | None = None
+        self, *ports: int, wait: bool = True, timeout_s: float = 20.0, env: dict[str, str] | None = None
     ) -> Service:
         teachers = [part for port in ports for part in ("--teacher", f"math=http://127.0.0.1:{port}")]
         settings = [f"gateway.request_timeout_s={timeout_s}", "gateway.probe_interval_s=0.2"]
@@ -74,7 +75,7 @@ class Bed:
         async def reached() -> bool:
             return await self.states() == list(states)
 
-        await wait_until(reached, 10, f"replicas {states}")
+        await wait_until(reached, 40, f"replicas {states}")
 
 
 @asynccontextmanager
@@ -86,7 +87,7 @@ async def steady_load(url: str, clients: int = 8) -> AsyncIterator[Counter[int |
     async def ask(client: httpx.AsyncClient) -> None:
         while not stop.is_set():
             try:
-                response = await client.post(f"{url}/logprobs", json=BODY, timeout=20)
+                response = await client.post(f"{url}/logprobs", json=BODY, timeout=60)
                 assert response.status_code != 200 or response.json()["results"][0]["logprobs"] == [-3.0, -4.0]
                 results[response.status_code] += 1
             except httpx.HTTPError as error:
@@ -104,7 +105,7 @@ async def steady_load(url: str, clients: int = 8) -> AsyncIterator[Counter[int |
 async def more(results: Counter[int | str], count: int = 50) -> None:
     """Wait until the load has had `count` more good answers."""
     goal = results[200] + count
-    await wait_until(lambda: results[200] >= goal, 15, f"{count} more answers; so far {dict(results)}")
+    await wait_until(lambda: results[200] >= goal, 40, f"{count} more answers; so far {dict(results)}")
 
 
 async def counted(stand: Stand, name: str, at_least: int) -> bool:

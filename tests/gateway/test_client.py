@@ -7,11 +7,11 @@ import signal
 
 import numpy as np
 import pytest
-from conftest import free_port, wait_until
 
 from shared.client import LogprobsClient
 from shared.errors import TeacherError
 from shared.wire import LogprobsRequest
+from tests.conftest import free_port, wait_until
 from tests.gateway.bed import Bed, counted
 
 REQUEST = LogprobsRequest(token_ids=[[1, 2, 3, 4], [9, 8]], prompt_len=[2, 1], top_k=3)

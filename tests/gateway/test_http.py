@@ -9,9 +9,9 @@ import socket
 import httpx
 import numpy as np
 import pytest
-from conftest import wait_until
 
 from shared.wire import MSGPACK, LogprobsRequest, decode_response, encode_request
+from tests.conftest import wait_until
 from tests.gateway.bed import BODY, Bed
 
 KEY = {"authorization": "Bearer s3cret"}

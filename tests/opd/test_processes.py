@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import wait_until
 from opd.processes import Process, stop_all
+from tests.conftest import wait_until
 
 STUBBORN = "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 PARENT = (

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from builders import make_run_tree
-
 from opd.progress import describe
 from opd.report import build, percentile, summary_table
 from opd.report_html import chart, render
 from shared.config import RunConfig, parse
+from tests.builders import make_run_tree
 
 BOOKS = {"produced": 8, "trained": 8, "dropped_stale": 0, "dead_letter": 0, "queued": 0, "lost": 0, "trained_twice": 0}
 

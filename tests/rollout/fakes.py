@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import uvicorn
-from conftest import free_port, wait_until
 from fastapi import FastAPI, Request, Response
 from safetensors.numpy import save_file
 from teacher.tiny_model import make_tokenizer
@@ -24,6 +23,7 @@ from shared.policy import Announcement, Canary
 from shared.tokenizer import tokenizer_hash
 from shared.weights import TensorBytes, write_push
 from shared.wire import MSGPACK, Limits, LogprobsResponse, SequenceScores, encode_response, parse_request
+from tests.conftest import free_port, wait_until
 
 EOS = 256
 CANARY = Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0])

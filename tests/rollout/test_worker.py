@@ -6,7 +6,6 @@ import asyncio
 
 import numpy as np
 import pytest
-from conftest import wait_until
 from rollout.conftest import World
 from rollout.fakes import EOS
 
@@ -16,6 +15,7 @@ from services.rollout.worker import teacher_arrays
 from shared.errors import Problem, RunFailed, TeacherError
 from shared.leases import Held, Lease
 from shared.wire import SequenceScores
+from tests.conftest import wait_until
 
 
 async def test_publishes_what_was_sampled_and_scored(world: World) -> None:

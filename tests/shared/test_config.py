@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from builders import make_run_tree
 from pydantic import BaseModel
 
 from shared.config import (
@@ -17,6 +16,7 @@ from shared.config import (
     select,
 )
 from shared.errors import ConfigError
+from tests.builders import make_run_tree
 
 
 def _message(**sections: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,17 @@ pytestmark = pytest.mark.engine
 def held_out() -> dict[str, list[PromptRecord]]:
     sources = [SourceSection(data_source=name, task=name, size=1) for name in TASKS]
     return PromptSet(sources, seed=0).held_out(NUM_HELD_OUT)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A model this small gains nothing from a second thread, and loses much where the cores are busy."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def accuracy(folder: Path, records: list[PromptRecord]) -> float:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import redis.asyncio
-from builders import make_trajectory
-from conftest import wait_until
 
 from shared.errors import LeaseLost
 from shared.keys import Keys
@@ -14,6 +12,8 @@ from shared.leases import Held, Lease, Leases
 from shared.policy import Announcement, Canary, Policy
 from shared.stream import DeadEntry, TrajectoryStream
 from shared.trajectory import Trajectory, decode
+from tests.builders import make_trajectory
+from tests.conftest import wait_until
 
 KEYS = Keys("test")
 

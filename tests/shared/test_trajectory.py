@@ -3,12 +3,12 @@ from __future__ import annotations
 import msgpack
 import numpy as np
 import pytest
-from builders import make_trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import PayloadError
 from shared.trajectory import Trajectory, check_values, decode, encode
+from tests.builders import make_trajectory
 
 
 @given(

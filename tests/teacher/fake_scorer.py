@@ -31,6 +31,9 @@ class FakeScorer:
     async def start(self) -> None:
         pass
 
+    def abandon(self) -> None:
+        pass
+
     async def close(self) -> None:
         pass
 

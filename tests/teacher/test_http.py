@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 
 import httpx
 import msgpack
@@ -242,3 +243,18 @@ async def test_openapi_and_unknown_paths(client: httpx.AsyncClient) -> None:
     response = await client.get("/nowhere")
     assert (response.status_code, response.json()["status"]) == (404, 404)
     assert (await client.get("/logprobs")).headers["content-type"] == "application/problem+json"
+
+
+async def test_mutated_bodies_never_cause_an_internal_error(client: httpx.AsyncClient) -> None:
+    request = wire.LogprobsRequest(token_ids=[IDS, IDS[:3]], prompt_len=[2, 3], top_k=8, model="math")
+    good = {wire.MSGPACK: wire.encode_request(request), wire.JSON: json.dumps(BODY).encode()}
+    rng = random.Random(0)
+    statuses = set()
+    for number in range(1500):
+        codec = (wire.MSGPACK, wire.JSON)[number % 2]
+        body = bytearray(good[codec])
+        for _ in range(rng.randint(1, 4)):
+            place = rng.randrange(len(body))
+            body[place : place + rng.randint(0, 2)] = rng.randbytes(rng.randint(0, 2))
+        statuses.add((await post(client, bytes(body), **{"content-type": codec})).status_code)
+    assert {200, 400, 422} <= statuses <= {200, 400, 404, 413, 422}

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis.asyncio
-from builders import make_trajectory
 
 from services.trainer.intake import Intake
 from shared.errors import RunFailed
@@ -17,6 +16,7 @@ from shared.ledger import DEAD_LETTER, DROPPED_STALE, TRAINED, Ledger
 from shared.policy import Announcement, Canary, Policy
 from shared.stream import TrajectoryStream
 from shared.trajectory import Trajectory
+from tests.builders import make_trajectory
 
 KEYS = Keys("intake")
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, free_port
 from safetensors.torch import load_file
 from trainer.tiny_models import VOCAB, reference_logprobs, save_tiny
 from trainer.training_samples import make_samples
@@ -26,6 +25,7 @@ from services.trainer.loss import DistillationLoss
 from services.trainer.megatron_checkpoint import load_rank_state, save_rank_state
 from services.trainer.megatron_model import OptimizerSettings, PolicyModel
 from shared.errors import ConfigError
+from tests.conftest import REPO, free_port
 
 pytestmark = pytest.mark.engine
 
