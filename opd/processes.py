@@ -54,7 +54,7 @@ class Process:
         return self._popen.poll() if self._popen else None
 
     def may_restart(self) -> bool:
-        """Whether an unexpected end is worth another try: not after a refusal to start or a failure with a reason."""
+        """Whether its end is worth another try: not after a refusal to start or a reasoned failure."""
         return self.status() not in (EXIT_CONFIG, EXIT_FAILED) and self.restarts < _MAX_RESTARTS
 
     def restart(self) -> None:
@@ -69,7 +69,7 @@ class Process:
             self._popen.terminate()
 
     def wait(self, deadline: float) -> bool:
-        """Wait until `deadline` (monotonic seconds), then kill what is left of the group. False when it took the kill."""
+        """Wait until `deadline` (monotonic seconds), then kill what is left of the group; False when it had to."""
         clean = True
         if self._popen:
             try:

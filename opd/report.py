@@ -102,7 +102,8 @@ def summary_table(report: dict[str, Any]) -> str:
     books, step_s = report["trajectories"], report["step_s"]
     lines.append("")
     lines.append(
-        f"{report['steps']} steps in {report['wall_s']:.0f} s, a step {step_s['median']:.2f} s (p95 {step_s['p95']:.2f} s)"
+        f"{report['steps']} steps in {report['wall_s']:.0f} s, "
+        f"a step {step_s['median']:.2f} s (p95 {step_s['p95']:.2f} s)"
     )
     lines.append("trajectories: " + ", ".join(f"{name} {count}" for name, count in books.items()))
     weights = report["weights"]

@@ -12,7 +12,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 28
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1000px;padding:0 1rem;color:#1f2937}
 h1{font-size:1.4rem} h2{font-size:1rem;margin:0 0 .3rem} table{border-collapse:collapse;margin:1rem 0}
-td,th{padding:.3rem .8rem;border-bottom:1px solid #e5e7eb;text-align:right} td:first-child,th:first-child{text-align:left}
+td,th{padding:.3rem .8rem;border-bottom:1px solid #e5e7eb;text-align:right}
+td:first-child,th:first-child{text-align:left}
 .grid{display:flex;flex-wrap:wrap;gap:1.2rem} figure{margin:0} .key{font-size:.8rem;color:#4b5563}
 .key b{font-weight:400;margin-right:1rem} .bad{color:#b91c1c;font-weight:600}
 """

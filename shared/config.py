@@ -200,7 +200,8 @@ class RunConfig(Section):
         for source in self.prompts.sources:
             if source.data_source not in self.routes:
                 raise ValueError(
-                    f"data_source {source.data_source!r} has no teacher: add `{source.data_source}: TEACHER` under routes"
+                    f"data_source {source.data_source!r} has no teacher: "
+                    f"add `{source.data_source}: TEACHER` under routes"
                 )
         for name, teacher_ in self.teachers.items():
             if teacher_.loss == "forward_kl" and self.rollout.top_k < 1:
@@ -227,7 +228,7 @@ class RunConfig(Section):
 
 
 _REMOVED = {
-    "enable_resource_pool": "teachers always run on their own; delete the key and set teachers.NAME.ports (one replica each)",
+    "enable_resource_pool": "teachers always run on their own; delete the key, set teachers.NAME.ports (one a replica)",
     "teacher_model": "name every teacher under `teachers:` (teachers.NAME.model: PATH) and route to it under `routes:`",
     "teacher": "name every teacher under `teachers:` (teachers.NAME.model: PATH) and route to it under `routes:`",
     "n_gpus_per_node": "replicas are processes or containers: set teachers.NAME.ports, or scale the service",
@@ -293,7 +294,7 @@ def check_model_folder(path: Path, *, setting: str) -> None:
     """Raises ConfigError unless `path` is a readable Hugging Face model folder; `setting` is the key that names it."""
     if not path.is_dir():
         raise ConfigError(
-            f"{setting}: there is no model folder {path}; give a folder with config.json, tokenizer.json and *.safetensors "
+            f"{setting}: there is no model folder {path}; give one with config.json, tokenizer.json and *.safetensors "
             "(`opd fetch` makes some)"
         )
     wanted = [path / "config.json", path / "tokenizer.json", *sorted(path.glob("*.safetensors"))]

@@ -123,7 +123,7 @@ class Problem(OpdError):
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a service's main function; a refusal to start is one line on stderr and exit status 2, a failed run status 1."""
+    """Run a main function; a refusal to start is one line on stderr and status 2, a failed run status 1."""
     try:
         main()
     except ConfigError as error:

@@ -42,5 +42,20 @@ class Keys:
 
 
 _NAMES = frozenset(
-    ["state", "cursor", "leases", "holders", "attempts", "reasons", "trajectories", "sizes", "waiting", "waiting_bytes", "produced", "dead", "counters", "policy"]
+    {
+        "state",
+        "cursor",
+        "leases",
+        "holders",
+        "attempts",
+        "reasons",
+        "trajectories",
+        "sizes",
+        "waiting",
+        "waiting_bytes",
+        "produced",
+        "dead",
+        "counters",
+        "policy",
+    }
 )

@@ -203,7 +203,7 @@ def _load(body: bytes, codec: str) -> Any:
         if codec == MSGPACK:
             return msgpack.unpackb(body, raw=False, strict_map_key=False)
         return json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError, msgpack.UnpackException) as error:  # UnicodeDecodeError is a ValueError
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         kind = "msgpack" if codec == MSGPACK else "JSON"
         raise WireError(f"the body is not valid {kind}: {str(error)[:160] or type(error).__name__}") from error
 

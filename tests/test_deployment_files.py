@@ -51,7 +51,9 @@ def test_every_configuration_is_valid(file: Path) -> None:
     assert {source.data_source for source in run.prompts.sources} <= set(run.routes)
 
 
-@pytest.mark.parametrize(("files", "config"), [("docker-compose.yml", "compose"), ("docker-compose.cpu.yml", "compose-cpu")])
+@pytest.mark.parametrize(
+    ("files", "config"), [("docker-compose.yml", "compose"), ("docker-compose.cpu.yml", "compose-cpu")]
+)
 def test_commands_name_configured_teachers(files: str, config: str) -> None:
     run = load_run(REPO / "configs" / f"{config}.yaml")
     for name, service in compose(files).items():

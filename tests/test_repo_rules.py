@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
-SOURCES = [file for room in ("shared", "services", "opd") for file in sorted((REPO / room).rglob("*.py")) if "build" not in file.parts]
+SOURCES = [
+    file
+    for room in ("shared", "services", "opd")
+    for file in sorted((REPO / room).rglob("*.py"))
+    if "build" not in file.parts
+]
 
 
 def _imports(file: Path) -> set[str]:

@@ -169,7 +169,7 @@ class VllmSampler:
             try:
                 await engine.collective_rpc("opd_load_weights", args=(str(path),))
                 await engine.update_weight_version(str(version))
-                dropped = True
+                dropped = await engine.reset_prefix_cache(reset_running_requests=True)
             except Exception as error:  # whatever the engine raises, its weights are now undefined
                 raise WeightsError(f"weights v{version} from {path}: the engine cannot load them: {error}") from error
             if not dropped:

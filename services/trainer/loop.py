@@ -1,8 +1,11 @@
 """The training loop. One trajectory's way through the trainer:
 
-    stream ──▶ Intake.next_batch ──▶ Student.step ──▶ Student.push ──▶ Policy.announce ──▶ Checkpoints.write ──▶ Intake.acknowledge
-               stale: booked,        loss, gradient,  weights v+1      v+1 is current,     model, optimizer,     entries leave
-               broken: dead letter   optimizer        on disk          batch leaves queue  ledger length         the stream
+    Intake.next_batch     stream ──▶ batch; what is too stale is booked, what is broken becomes a dead letter
+    Student.step          loss, gradient, optimizer step on all ranks
+    Student.push          weights of version v+1 on disk
+    Policy.announce       v+1 is current, and the batch leaves the queue, in one script
+    Checkpoints.write     model, optimizer and the ledger's length, every few steps
+    Intake.acknowledge    entries leave the stream
 
 Nothing is acknowledged before a durable checkpoint holds its effect. A crash anywhere brings back the entries after the
 last checkpoint, and the ledger, cut to the length that the checkpoint remembers, knows which ones those are.

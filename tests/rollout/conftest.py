@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import redis.asyncio
-from rollout.fakes import FakeSampler, FakeTeacher, announcement, make_config, make_student
 
 from services.rollout.__main__ import make_leases
 from services.rollout.config import RolloutConfig
@@ -26,6 +25,7 @@ from shared.prompts import PromptSet
 from shared.stream import TrajectoryStream
 from shared.trajectory import Trajectory, decode
 from tests.conftest import wait_until
+from tests.rollout.fakes import FakeSampler, FakeTeacher, announcement, make_config, make_student
 
 
 @dataclass

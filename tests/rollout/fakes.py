@@ -13,7 +13,6 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from safetensors.numpy import save_file
-from teacher.tiny_model import make_tokenizer
 
 from services.rollout.config import RolloutConfig
 from services.rollout.sampler import Completion
@@ -24,6 +23,7 @@ from shared.tokenizer import tokenizer_hash
 from shared.weights import TensorBytes, write_push
 from shared.wire import MSGPACK, Limits, LogprobsResponse, SequenceScores, encode_response, parse_request
 from tests.conftest import free_port, wait_until
+from tests.teacher.tiny_model import make_tokenizer
 
 EOS = 256
 CANARY = Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0])

@@ -6,12 +6,12 @@ import asyncio
 
 import numpy as np
 import pytest
-from rollout.conftest import World
-from rollout.fakes import EOS
 
 from services.rollout.weights import WeightFollower
 from shared.errors import Problem
 from tests.conftest import wait_until
+from tests.rollout.conftest import World
+from tests.rollout.fakes import EOS
 
 
 async def _served(world: World) -> WeightFollower:

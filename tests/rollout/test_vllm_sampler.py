@@ -13,12 +13,12 @@ import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
-from rollout.tiny_students import EOS, logprobs, make_model, push, save
 
 from services.rollout.sampler import Completion
 from services.rollout.vllm_sampler import VllmSampler
 from shared.errors import ConfigError, WeightsError
 from tests.conftest import wait_until
+from tests.rollout.tiny_students import EOS, logprobs, make_model, push, save
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 

@@ -7,11 +7,11 @@ import shutil
 
 import numpy as np
 import pytest
-from rollout.conftest import World
 
 from services.rollout.weights import TOLERANCES
 from shared.errors import WeightsError
 from tests.conftest import wait_until
+from tests.rollout.conftest import World
 
 
 async def test_a_wrong_canary_gets_a_second_load(world: World) -> None:

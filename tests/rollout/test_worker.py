@@ -6,8 +6,6 @@ import asyncio
 
 import numpy as np
 import pytest
-from rollout.conftest import World
-from rollout.fakes import EOS
 
 from services.rollout import worker as worker_module
 from services.rollout.sampler import Completion
@@ -16,6 +14,8 @@ from shared.errors import Problem, RunFailed, TeacherError
 from shared.leases import Held, Lease
 from shared.wire import SequenceScores
 from tests.conftest import wait_until
+from tests.rollout.conftest import World
+from tests.rollout.fakes import EOS
 
 
 async def test_publishes_what_was_sampled_and_scored(world: World) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from teacher.tiny_model import make_tokenizer
 
 from shared.weights import TensorBytes, write_push
+from tests.teacher.tiny_model import make_tokenizer
 
 VOCAB = 320
 EOS = 256

@@ -53,7 +53,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path: Path) -> N
         save(folder)
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(RunFailed, match="No space left on device; make room or change run.dir"):
+    with pytest.raises(RunFailed, match=r"No space left on device; make room or change run.dir"):
         checkpoints.write(RunState(step=2), full)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 

@@ -24,9 +24,7 @@ KEYS = Keys("intake")
 class Bench:
     """A stream, and a trainer's intake on it."""
 
-    def __init__(
-        self, client: redis.asyncio.Redis, folder: Path, ledger_length: int = 0, **changes: object
-    ) -> None:
+    def __init__(self, client: redis.asyncio.Redis, folder: Path, ledger_length: int = 0, **changes: object) -> None:
         self.client = client
         self.stream = TrajectoryStream(client, KEYS)
         self.policy = Policy(client, KEYS)
