@@ -201,7 +201,7 @@ def _load(body: bytes, codec: str) -> Any:
     """Decodes a body; WireError for everything that is not exactly one value."""
     try:
         if codec == MSGPACK:
-            return msgpack.unpackb(body, raw=False, strict_map_key=False)
+            return msgpack.unpackb(body, raw=False)
         return json.loads(body, parse_constant=_no_constant)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         kind = "msgpack" if codec == MSGPACK else "JSON"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import zlib
 from collections.abc import Coroutine
@@ -173,10 +172,7 @@ def main() -> None:
     log.configure(f"rollout/{arguments.worker}")
     check_model_folder(config.student.model, setting="student.model")
     check_port_free(config.rollout.host, arguments.port, setting="rollout.port (or --port)")
-    try:
-        asyncio.run(RolloutService(arguments).run())
-    finally:
-        gc.freeze()  # the last collection over torch's and vLLM's objects takes seconds and frees nothing of use
+    asyncio.run(RolloutService(arguments).run())
 
 
 if __name__ == "__main__":

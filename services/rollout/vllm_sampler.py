@@ -182,11 +182,13 @@ class VllmSampler:
                 process.kill()
             await asyncio.wait({self._starting})
         processes = self._processes()
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._starting = self._engine, None, None
         if engine is not None:
             if engine.output_handler is not None:
                 engine.output_handler.cancel()  # else it reports the engine that we stop as dead
             await asyncio.to_thread(engine.shutdown, SHUTDOWN_TIMEOUT_S)
+            # Its finalizer shuts down once more, and complains when that is as late as the interpreter's end.
+            engine.shutdown = _already_shut_down
         _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 1.0)
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -237,6 +239,10 @@ def _completion(output: CompletionOutput) -> Completion:
     if len(logprobs) != len(token_ids) or sum(num for _, num in spans) != len(token_ids):
         raise RuntimeError(f"engine output is inconsistent: {len(token_ids)} tokens, {len(logprobs)} logprobs, {spans}")
     return Completion(token_ids, logprobs, spans, output.finish_reason)
+
+
+def _already_shut_down(timeout: float | None = None) -> None:
+    """Takes the place of AsyncLLM.shutdown on an engine that has been shut down."""
 
 
 def _first_line(error: BaseException) -> str:

@@ -96,6 +96,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return JSONResponse(document, error.status_code, error.headers, media_type=Problem.content_type)
 
     async def on_bug(request: Request, error: Exception) -> Response:
+        _log.error("bug", exc_info=error, extra=log.fields(path=request.url.path))
         return http.problem_response(Problem("opd:internal", "the teacher failed; its log has the traceback"))
 
     app.add_exception_handler(Problem, on_problem)

@@ -1,4 +1,4 @@
-"""The shipped demo models: ordinary small folders, each teacher good at its own task alone, the student weak at both."""
+"""The shipped demo models: small ordinary folders, each teacher good at its task alone, the student weak at both."""
 
 from __future__ import annotations
 

@@ -105,6 +105,7 @@ def test_bad_requests_name_the_field(fields: dict, status: int, words: str) -> N
         (b"\xdf\xff\xff\xff\xff", wire.MSGPACK, 400),
         (b"\x81\x01\x02", wire.MSGPACK, 400),
         (b"\x80\x80", wire.MSGPACK, 400),
+        (b"\x81\x91\x01\x02", wire.MSGPACK, 400),
         (b"{}" + b" " * 4095, wire.JSON, 413),
         (b"{}", "application/x-www-form-urlencoded", 415),
         (b"{}", "", 415),
