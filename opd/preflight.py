@@ -20,7 +20,7 @@ def check(config: RunConfig) -> None:
     """Raises ConfigError for the first thing that makes the run impossible."""
     check_models(config)
     check_ports(config)
-    PromptSet(config.prompts.sources, config.run.seed, config.prompts.shuffle)
+    check_prompts(config)
     check_disk(config)
 
 
@@ -35,6 +35,14 @@ def check_models(config: RunConfig) -> None:
                 f"teachers.{name}.model: the tokenizer of {teacher.model} differs from the student's "
                 f"({config.student.model}); token ids would mean other text, so take a teacher of the same family"
             )
+
+
+def check_prompts(config: RunConfig) -> None:
+    """Every prompt can be read, and every data source, also one that only a line of a file names, has a teacher."""
+    prompts = PromptSet(config.prompts.sources, config.run.seed, config.prompts.shuffle)
+    unrouted = sorted(prompts.data_sources - set(config.routes))
+    if unrouted:
+        raise ConfigError(f"data_source {unrouted[0]!r} has no teacher: add `{unrouted[0]}: TEACHER` under routes")
 
 
 def check_ports(config: RunConfig) -> None:

@@ -106,7 +106,7 @@ def _follow(processes: list[Process], config: RunConfig) -> None:
     progress.skip_existing()
     while True:
         progress.show_new()
-        if trainer.status() == 0:
+        if trainer.status() == 0 and (config.run.dir / "evaluations.json").exists():
             return
         for process in processes:
             if process.status() is None:

@@ -69,7 +69,8 @@ class TeacherSection(Section):
 class SourceSection(Section):
     """A source of prompts: a JSONL file, or a task that generates them.
 
-    Its prompts are routed by `data_source`; `weight` is its share in the mixture.
+    Its prompts are routed by `data_source`; `weight` is its share in the mixture. Beside a file, `task` names what
+    checks its answers.
     """
 
     data_source: str
@@ -83,8 +84,8 @@ class SourceSection(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> SourceSection:
-        if (self.file is None) == (self.task is None):
-            raise ValueError("give either `file` (JSONL) or `task` (generated prompts)")
+        if self.file is None and self.task is None:
+            raise ValueError("give `file` (JSONL) or `task` (generated prompts)")
         return self
 
 

@@ -183,10 +183,10 @@ def _parse_line(source: SourceSection, raw: bytes, where: str) -> PromptRecord:
         if key in line and (not isinstance(line[key], str) or (key != "answer" and not line[key])):
             raise ConfigError(f"{where}: `{key}` is {json.dumps(line[key])}; write a text in quotes, not an empty one")
     messages = _checked_messages(line["messages"], where) if "messages" in line else None
-    task = line.get("task", source.task)
+    task = line.get("task", source.task) or ("answer" if "answer" in line else None)
     if task is not None:
         try:
-            tasks.find(task)
+            tasks.check_name(task)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
     data_source = line.get("data_source", source.data_source)

@@ -102,6 +102,20 @@ BUILT_IN: dict[str, Task] = {
 }
 
 
+CHECKERS: dict[str, Callable[[str, str], bool]] = {
+    **{name: task.is_correct for name, task in BUILT_IN.items()},
+    "exact": _same_text,
+    "answer": _says_answer,
+}
+"""By task name: whether a completion gives the answer. `exact` and `answer` check prompts of one's own files."""
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError unless `name` can check answers: a task, or one of `CHECKERS`."""
+    if name not in CHECKERS:
+        find(name)
+
+
 def find(name: str) -> Task:
     """The task called `name`; ConfigError when there is none."""
     if name in BUILT_IN:
@@ -109,7 +123,7 @@ def find(name: str) -> Task:
     if not name.startswith(REASONING_GYM):
         raise ConfigError(
             f"unknown task {name!r}: write one of {', '.join(sorted(BUILT_IN))}, or {REASONING_GYM}NAME "
-            "for a data set of reasoning-gym"
+            "for a data set of reasoning-gym; beside a file also exact or answer"
         )
     dataset = name.removeprefix(REASONING_GYM)
     _require_dataset(dataset)
@@ -151,8 +165,7 @@ def check(task: str, answer: str, completion: str) -> bool:
     Built-in tasks want the answer alone. For reasoning-gym's the answer is looked for in the text (see `_says_answer`)
     and must be the one that the generator gave: a task with several right answers is under-counted.
     """
-    is_correct = BUILT_IN[task].is_correct if task in BUILT_IN else _says_answer
-    return is_correct(answer, completion)
+    return CHECKERS.get(task, _says_answer)(answer, completion)
 
 
 def _require_dataset(dataset: str) -> None:

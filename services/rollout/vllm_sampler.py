@@ -1,7 +1,7 @@
 """The student on vLLM's AsyncLLM: sampling with logprobs, scoring for canaries, weight loads under running requests.
 
 **Loading weights.** vLLM's keep-pause freezes what is in flight between two engine steps; then the worker extension
-(`vllm_reload.py`) replaces the weights, the engine's weight version is set, the KV cache is dropped *also for running
+(`vllm_worker.py`) replaces the weights, the engine's weight version is set, the KV cache is dropped *also for running
 requests* (so that their context is computed again with the new weights), and the engine goes on. Nothing in flight is
 lost or restarted: a completion that lived through a load has one version span per version that wrote tokens of it,
 and each token's logprob is that of the version that sampled it. Spans are the engine's own: it stamps the outputs of
@@ -91,7 +91,7 @@ class VllmSampler:
             # Sampling defaults in the folder's generation_config (top_p, penalties) would bend the policy unseen.
             "generation_config": "vllm",
             "logprobs_mode": "raw_logprobs",
-            "worker_extension_cls": "services.rollout.vllm_reload.WeightReload",
+            "worker_extension_cls": "services.rollout.vllm_worker.WorkerExtension",
             "disable_log_stats": True,
             "enable_log_requests": False,
             "use_tqdm_on_load": False,
@@ -112,6 +112,7 @@ class VllmSampler:
         except (ValueError, RuntimeError, OSError) as error:
             reason = _first_line(error)
             raise ConfigError(f"student.model {self.model}: the engine cannot serve it: {reason}") from error
+        await self._engine.collective_rpc("opd_end_with", args=(os.getpid(),))
         await self._engine.update_weight_version("0")
 
     def _create(self) -> AsyncLLM:

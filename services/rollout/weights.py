@@ -39,9 +39,11 @@ class Tolerance:
 TOLERANCES = {
     # Two float32 implementations of one model differ by some 1e-5; wrong weights by far more than 2e-3.
     "float32": Tolerance(mean=5e-4, max=2e-3),
-    # SmolLM2-135M in bfloat16 is off float32 by 0.03 on average and 0.4 at most, in any engine. Trainer and engine
-    # are off independently, so their difference is about 1.4 times that; twice as much is not rounding any more.
-    "bfloat16": Tolerance(mean=0.08, max=1.0),
+    # On the trainer's canary transformers' own bfloat16 forward is off float32 by 0.07 on average (SmolLM2-135M, also
+    # with every fifth layer removed) and by 0.43 at most. Trainer and engine round independently, which makes some 0.1
+    # and 0.6 between them. Bounds of more than twice that catch another model, not one missed optimizer step: in
+    # bfloat16 the canary cannot. (The packed head, the known trap, is not used under a float32 head.)
+    "bfloat16": Tolerance(mean=0.25, max=2.0),
 }
 
 

@@ -106,3 +106,13 @@ def test_importing_and_checking_load_no_reasoning_gym() -> None:
         "assert tasks.check('reasoning_gym:chain_sum', '4', 'it is 4'); sys.exit('reasoning_gym' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_answers_of_own_files_are_checked_by_name() -> None:
+    tasks.check_name("answer")
+    assert tasks.check("answer", "42", "The result is 42.") and not tasks.check("exact", "42", "The result is 42.")
+    assert tasks.check("exact", "42", " 42 ")
+    with pytest.raises(ConfigError, match="unknown task 'exakt'"):
+        tasks.check_name("exakt")
+    with pytest.raises(ConfigError, match="unknown task 'answer'"):
+        next(tasks.generate("answer", {}, 0))

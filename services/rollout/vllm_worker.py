@@ -1,4 +1,4 @@
-"""Worker-side half of a weight load: runs inside vLLM's worker process as its `worker_extension_cls`.
+"""What runs inside vLLM's worker process, mixed into its Worker as `worker_extension_cls`: weight loads, a watchdog.
 
 Why not plain `reload_weights`: on the CPU build every linear layer keeps a *packed copy* of its weight. The layerwise
 reload re-packs a layer when tensors arrive for it, but none ever arrive for a tied `lm_head` (the checkpoint has only
@@ -9,11 +9,15 @@ the push lacks a tensor, instead of leaving the old one in place with a warning.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 from safetensors import safe_open
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -22,6 +26,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+_WATCH_S = 1.0
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -32,11 +38,23 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-class WeightReload:
+class WorkerExtension:
     """Mixed into vLLM's Worker; `model_runner` and `vllm_config` are the worker's."""
 
     model_runner: GPUModelRunner
     vllm_config: VllmConfig
+
+    def opd_end_with(self, pid: int) -> None:
+        """End this process when process `pid` is gone: an engine whose owner was killed waits for ever otherwise."""
+        owner = psutil.Process(pid)
+
+        def watch() -> None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                while owner.is_running() and owner.status() != psutil.STATUS_ZOMBIE:
+                    time.sleep(_WATCH_S)
+            os._exit(1)
+
+        threading.Thread(target=watch, name="opd-watchdog", daemon=True).start()
 
     def opd_load_weights(self, path: str) -> float:
         """Load all tensors of the push folder `path` in place. Returns seconds taken.
