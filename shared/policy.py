@@ -135,6 +135,14 @@ class Policy:
         key = self._keys.evaluation_lock(version)
         return bool(await self._client.set(key, worker, nx=True, ex=max(1, int(ttl_s))))
 
+    async def evaluation_skipped(self, version: int) -> bool:
+        """Whether no worker has taken up the evaluation of `version` so far: none has its lock, and no result is there.
+
+        Workers load the newest version, so one that asks to be evaluated can be passed over.
+        """
+        found = await self._client.exists(self._keys.evaluation_lock(version), self._keys.evaluation(version))
+        return not found
+
     async def put_evaluation(self, version: int, result: dict[str, Any]) -> None:
         """Store an evaluation's result."""
         await self._client.set(self._keys.evaluation(version), json.dumps(result))

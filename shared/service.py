@@ -13,15 +13,19 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import prometheus_client
+import psutil
 
 from shared.errors import ConfigError
 
 Readiness = Callable[[], tuple[bool, str]]
 """Returns (ready, reason); the reason is shown to people either way."""
+
+_WATCH_S = 1.0
 
 
 def api_key() -> str | None:
@@ -61,6 +65,19 @@ def stop_event() -> asyncio.Event:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, event.set)
     return event
+
+
+def end_with(pid: int) -> None:
+    """End this process when process `pid` is gone: an engine whose owner was killed waits for ever otherwise."""
+    owner = psutil.Process(pid)
+
+    def watch() -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while owner.is_running() and owner.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(_WATCH_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="opd-watchdog", daemon=True).start()
 
 
 class HealthServer:

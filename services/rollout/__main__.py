@@ -15,11 +15,11 @@ from services.rollout.config import Arguments, RolloutConfig, load
 from services.rollout.evaluate import Evaluator
 from services.rollout.handshake import check_teachers
 from services.rollout.prompts import Renderer
-from services.rollout.tasks import end, run_loops
 from services.rollout.vllm_sampler import VllmSampler
 from services.rollout.weights import WeightFollower
 from services.rollout.worker import RolloutWorker
 from shared import log
+from shared.aio import end, run_loops
 from shared.client import LogprobsClient
 from shared.config import check_model_folder
 from shared.errors import ConfigError, RunFailed, WeightsError, run_main

@@ -9,25 +9,21 @@ the push lacks a tensor, instead of leaving the old one in place with a warning.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 from safetensors import safe_open
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from shared.service import end_with
+
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-_WATCH_S = 1.0
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -46,15 +42,7 @@ class WorkerExtension:
 
     def opd_end_with(self, pid: int) -> None:
         """End this process when process `pid` is gone: an engine whose owner was killed waits for ever otherwise."""
-        owner = psutil.Process(pid)
-
-        def watch() -> None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                while owner.is_running() and owner.status() != psutil.STATUS_ZOMBIE:
-                    time.sleep(_WATCH_S)
-            os._exit(1)
-
-        threading.Thread(target=watch, name="opd-watchdog", daemon=True).start()
+        end_with(pid)
 
     def opd_load_weights(self, path: str) -> float:
         """Load all tensors of the push folder `path` in place. Returns seconds taken.

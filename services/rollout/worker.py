@@ -22,9 +22,9 @@ from services.rollout import metrics
 from services.rollout.config import RolloutConfig
 from services.rollout.prompts import Renderer
 from services.rollout.sampler import Completion, Sampler
-from services.rollout.tasks import end, first
 from services.rollout.weights import WeightFollower
 from shared import log, tasks
+from shared.aio import end, first
 from shared.client import LogprobsClient
 from shared.errors import ConfigError, LeaseLost, RunFailed, TeacherError
 from shared.leases import Held, Lease, Leases

@@ -73,6 +73,7 @@ class VllmScorer:
             await asyncio.to_thread(self._create_engine)
         except (RuntimeError, ValueError, OSError) as error:
             raise RunFailed(f"the engine did not start with {self._section.model}: {error}") from error
+        await self._running.collective_rpc("opd_end_with", args=(os.getpid(),))
         import vllm
 
         config = self._running.model_config
@@ -111,6 +112,7 @@ class VllmScorer:
             generation_config="vllm",
             # The worker lives in the engine core's process: one process and one import of torch fewer to start.
             distributed_executor_backend=UniProcExecutor,
+            worker_extension_cls="services.teacher.vllm_worker.WorkerExtension",
             disable_log_stats=True,
             enable_log_requests=False,
         )
@@ -201,6 +203,8 @@ def _set_environment(threads: int, sockets: str) -> None:
         # Pinning by vLLM puts every engine of a machine on the same core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
+        # Threads that spin while they wait make engines many times slower once they outnumber the cores.
+        "OMP_WAIT_POLICY": "PASSIVE",
         # The only thing compiled in eager mode is a rank count that nobody reads; without it no C++ compiler is needed.
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from services.trainer.config import TrainerConfig, load
 from shared import log
+from shared.aio import end
 from shared.config import check_model_folder
 from shared.errors import run_main
 from shared.redis_client import connect
@@ -73,9 +74,9 @@ async def _lead(config: TrainerConfig) -> None:
         stopped.cancel()
         if not run.done():
             log.get(__name__).info("stopping", extra=log.fields(reason="signal"))
-            run.cancel()
+            await end([run])
         with contextlib.suppress(asyncio.CancelledError):
-            await run
+            run.result()
         ranks.stop()
         student.model.close()
     await client.aclose()

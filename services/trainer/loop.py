@@ -153,6 +153,9 @@ class Trainer:
         self._version += 1
         manifest = self._ranks.call("push", self._version)
         canary = Canary(token_ids=self._canary_ids, logprobs=self._ranks.call("score", self._canary_ids))
+        if self._evaluations and await self._policy.evaluation_skipped(self._evaluations[-1][0]):
+            self._evaluations.pop()  # workers passed that version over: ask for this one instead
+            evaluate = True
         if evaluate:
             self._evaluations.append((self._version, self._step))
         announcement = Announcement(

@@ -15,9 +15,9 @@ from services.rollout.__main__ import make_leases
 from services.rollout.config import RolloutConfig
 from services.rollout.evaluate import Evaluator
 from services.rollout.prompts import Renderer
-from services.rollout.tasks import end, run_loops
 from services.rollout.weights import WeightFollower
 from services.rollout.worker import RolloutWorker
+from shared.aio import end, run_loops
 from shared.client import LogprobsClient
 from shared.keys import Keys
 from shared.policy import Policy

@@ -214,7 +214,9 @@ async def test_followers_get_the_newest_policy(redis_client: redis.asyncio.Redis
 
 async def test_one_worker_evaluates(redis_client: redis.asyncio.Redis) -> None:
     policy = Policy(redis_client, KEYS)
+    assert await policy.evaluation_skipped(3)
     assert await policy.lock_evaluation(3, "a", 60)
+    assert not await policy.evaluation_skipped(3)
     assert not await policy.lock_evaluation(3, "b", 60)
     await policy.put_evaluation(3, {"add": {"accuracy": None}})
     assert await policy.evaluation(3) == {"add": {"accuracy": None}}
