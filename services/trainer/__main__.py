@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 def main() -> None:
     """Start this rank."""
     config = load()
+    # OpenMP reads it when torch is imported: threads that wait must not spin on cores that other services need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    warnings.filterwarnings("ignore", module="megatron|mbridge|torch")
     rank = int(os.environ.get("RANK", "0"))
     log.configure(f"trainer/{rank}" if rank else "trainer")
     check_model_folder(config.student.model, setting="student.model")
@@ -36,8 +39,6 @@ def main() -> None:
 
 def _ranks(config: TrainerConfig) -> tuple[Student, Ranks]:
     """This rank's model and the operations on it; torch and Megatron are imported only here, after the cheap checks."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait must not spin on cores that engines share
-    warnings.filterwarnings("ignore", module="megatron|mbridge|torch")
     from services.trainer.ranks import Ranks
     from services.trainer.student import Student
 
