@@ -16,6 +16,7 @@ from shared.errors import EXIT_CONFIG, EXIT_FAILED
 
 STOP_TIMEOUT_S = 15.0
 _MAX_RESTARTS = 3
+_HEALTHY_S = 600.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -28,11 +29,15 @@ class Process:
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
     restarts: int = 0
+    _log_start: int = 0
+    _started_at: float = 0.0
     _popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start or start again; output is appended to the log."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        self._started_at = time.monotonic()
         with self.log.open("ab") as out:
             self._popen = subprocess.Popen(
                 self.argv,
@@ -55,11 +60,14 @@ class Process:
 
     def may_restart(self) -> bool:
         """Whether its end is worth another try: not after a refusal to start or a reasoned failure."""
-        return self.status() not in (EXIT_CONFIG, EXIT_FAILED) and self.restarts < _MAX_RESTARTS
+        if self.status() in (EXIT_CONFIG, EXIT_FAILED):
+            return False
+        return self.restarts < _MAX_RESTARTS or time.monotonic() - self._started_at > _HEALTHY_S
 
     def restart(self) -> None:
-        """Start again after an unexpected end."""
-        self.restarts += 1
+        """Start again after an unexpected end. One that ran well for a while has all its tries again."""
+        healthy = time.monotonic() - self._started_at > _HEALTHY_S
+        self.restarts = 1 if healthy else self.restarts + 1
         self._kill_group()
         self.start()
 
@@ -82,9 +90,10 @@ class Process:
 
     def complaint(self) -> str:
         """The reason that the process gave before it ended, else its last line and where to read on."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        said = self.log.read_bytes()[self._log_start :] if self.log.exists() else b""
+        lines = said.decode(errors="replace").splitlines()
         for line in reversed(lines):
-            for prefix in ("error: ", "failed: "):
+            for prefix in ("error: ", "failed: ", "died: "):
                 if line.startswith(prefix):
                     return line.removeprefix(prefix)
         last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")

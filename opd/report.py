@@ -10,6 +10,7 @@ from opd.report_html import render
 from shared.config import RunConfig
 from shared.keys import Keys
 from shared.ledger import audit
+from shared.policy import Policy
 from shared.redis_client import connect
 from shared.stream import TrajectoryStream
 
@@ -20,6 +21,8 @@ async def report_run(config: RunConfig, redis_url: str, *, wall_s: float) -> dic
     stream = TrajectoryStream(client, Keys(config.run.name))
     books = audit(config.run.dir / "ledger.jsonl", await stream.produced_ids(), await stream.waiting_ids())
     counters = await stream.counters()
+    state = await Policy(client, Keys(config.run.name)).state()
+    counters |= {name: int(state.get(name, 0)) for name in ("pushes", "pushed_bytes")}
     await client.aclose()
     steps = [json.loads(line) for line in (config.run.dir / "metrics.jsonl").read_text().splitlines()]
     evaluations = json.loads((config.run.dir / "evaluations.json").read_text())
@@ -39,7 +42,7 @@ def build(
 ) -> dict[str, Any]:
     """Assemble the report from its sources; times in seconds, KL in nats per token."""
     step_s = [record["time_s"]["step"] for record in steps]
-    pushed = [record["pushed_bytes"] for record in steps]
+    dense = max((record["pushed_bytes"] for record in steps), default=0)
     return {
         "config": config.model_dump(mode="json", exclude={"redis"}),
         "steps": len(steps),
@@ -50,10 +53,11 @@ def build(
         "prompts_failed": counters.get("prompts_failed", 0),
         "requeued": counters.get("requeued", 0),
         "lease_lost": counters.get("lease_lost", 0),
+        "skipped_steps": sum(record["skipped"] for record in steps),
         "weights": {
-            "versions": len(pushed) + 1,
-            "bytes_dense": max(pushed, default=0) * (len(pushed) + 1),
-            "bytes_pushed": sum(pushed) + (pushed[0] if pushed else 0),
+            "versions": counters["pushes"],
+            "bytes_dense": dense * counters["pushes"],
+            "bytes_pushed": counters["pushed_bytes"],
         },
         "max_staleness": max((record["staleness"]["max"] for record in steps), default=0),
         "cross_accuracy": _first(evaluations)["teacher_accuracy"],
@@ -63,6 +67,8 @@ def build(
 def teachers_of(config: RunConfig, evaluations: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
     """Per teacher: its own accuracy, the student's before and after, and KL before and after, over its data sources."""
     first, last = _first(evaluations), evaluations[-1]["result"]
+    at_start = evaluations[0]["step"] == 0 and evaluations[0]["result"] is not None
+    before = first["data_sources"] if at_start else {}  # a later measurement is not "before"
     found: dict[str, dict[str, float | None]] = {}
     for name in config.teachers:
         sources = [
@@ -71,9 +77,9 @@ def teachers_of(config: RunConfig, evaluations: list[dict[str, Any]]) -> dict[st
         own = first["teacher_accuracy"].get(name, {})
         found[name] = {
             "accuracy": mean([own.get(source) for source in sources]),
-            "student_before": mean([first["data_sources"][source]["accuracy"] for source in sources]),
+            "student_before": mean([before.get(source, {}).get("accuracy") for source in sources]),
             "student_after": mean([last["data_sources"][source]["accuracy"] for source in sources]),
-            "kl_before": mean([first["data_sources"][source]["reverse_kl"] for source in sources]),
+            "kl_before": mean([before.get(source, {}).get("reverse_kl") for source in sources]),
             "kl_after": mean([last["data_sources"][source]["reverse_kl"] for source in sources]),
         }
     return found

@@ -192,6 +192,18 @@ class RunConfig(Section):
     trainer: TrainerSection = TrainerSection()
     eval: EvalSection = EvalSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_removed(cls, tree: Any) -> Any:
+        """Keys that other systems have, at the top and among the teachers, where any name would pass."""
+        teachers = tree.get("teachers")
+        places = {"": tree, "teachers.": teachers if isinstance(teachers, dict) else {}}
+        found = [f"{place}{key}" for place, section in places.items() for key in section if key in _REMOVED]
+        if found:
+            mends = [f"{where}: this key does not exist here; {_REMOVED[where.split('.')[-1]]}" for where in found]
+            raise ValueError("; ".join(mends))
+        return tree
+
     @model_validator(mode="after")
     def _agrees(self) -> RunConfig:
         for data_source, teacher in self.routes.items():
@@ -205,6 +217,8 @@ class RunConfig(Section):
                     f"add `{source.data_source}: TEACHER` under routes"
                 )
         for name, teacher_ in self.teachers.items():
+            if name not in self.routes.values():
+                raise ValueError(f"teachers.{name}: no data_source is routed to it; add one under routes or remove it")
             if teacher_.loss == "forward_kl" and self.rollout.top_k < 1:
                 raise ValueError(f"teachers.{name}.loss forward_kl needs rollout.top_k of at least 1")
             if self.rollout.top_k > teacher_.max_top_k:
@@ -229,6 +243,7 @@ class RunConfig(Section):
 
 
 _REMOVED = {
+    "distillation": "teachers, routes and losses have sections of their own: see configs/ for examples",
     "enable_resource_pool": "teachers always run on their own; delete the key, set teachers.NAME.ports (one a replica)",
     "teacher_model": "name every teacher under `teachers:` (teachers.NAME.model: PATH) and route to it under `routes:`",
     "teacher": "name every teacher under `teachers:` (teachers.NAME.model: PATH) and route to it under `routes:`",
@@ -324,10 +339,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     for part in parts[:-1]:
         if isinstance(node, list):
             node = _list_item(node, part, override)
-            continue
-        if node.get(part) is None:
-            node[part] = {}
-        node = node[part]
+        else:
+            if node.get(part) is None:
+                node[part] = {}
+            node = node[part]
         if not isinstance(node, dict | list):
             raise ConfigError(f"--set {override}: {part!r} is a value, not a section")
     try:
@@ -363,8 +378,6 @@ def _explain(model: type[BaseModel], item: Any) -> str:
         message = item["msg"].removeprefix("Value error, ")
         return f"{location}: {message}" if location else message
     key = str(item["loc"][-1])
-    if key in _REMOVED:
-        return f"{location}: this key does not exist here; {_REMOVED[key]}"
     known = _known_keys(model, item["loc"][:-1])
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"

@@ -8,7 +8,8 @@ OpdError
 ├── TeacherError    a teacher could not score
 ├── WeightsError    a weight push that must not be loaded
 ├── LeaseLost       a prompt that somebody else has by now
-└── RunFailed       the run cannot go on; the reason is stored in the run's state
+├── RunFailed       the run cannot go on; the reason is stored in the run's state
+└── EngineDied      an engine process has ended; a new start may help
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from typing import Any
 EXIT_CONFIG = 2
 """Exit status of a process that refused to start."""
 
-EXIT_FAILED = 1
-"""Exit status of a process whose run failed."""
+EXIT_FAILED = 3
+"""Exit status of a process whose run failed for a reason that a new start would not change. Any other end is an
+accident (1 is what Python exits with after an uncaught exception)."""
 
 
 class OpdError(Exception):
@@ -76,6 +78,10 @@ class RunFailed(OpdError):
     """The run cannot go on."""
 
 
+class EngineDied(OpdError):
+    """The engine behind a service has died; the service ends so that it gets started again."""
+
+
 _PROBLEM_TYPES: dict[str, tuple[int, str]] = {
     "opd:malformed": (400, "Malformed request"),
     "opd:unauthorized": (401, "No or wrong API key"),
@@ -123,7 +129,7 @@ class Problem(OpdError):
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a main function; a refusal to start is one line on stderr and status 2, a failed run status 1."""
+    """Run a main function; a refusal to start is one line on stderr and status 2, a failed run status 3."""
     try:
         main()
     except ConfigError as error:
@@ -132,3 +138,6 @@ def run_main(main: Callable[[], None]) -> None:
     except RunFailed as error:
         sys.stderr.write(f"failed: {error}\n")
         sys.exit(EXIT_FAILED)
+    except EngineDied as error:
+        sys.stderr.write(f"died: {error}\n")
+        sys.exit(1)

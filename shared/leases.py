@@ -8,17 +8,18 @@ unpublished completions of all leased prompts and the published ones not yet tra
 
     floor(ahead / B) + (current version − the worker's version)  ≤  max_staleness
 
-and the bytes waiting are under their bound. With max_staleness 0 this is exactly on-policy.
+and the bytes waiting are under their bound (or fewer than a batch waits). With max_staleness 0 this is exactly
+on-policy.
 """
 
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import redis.asyncio
 
-from shared.errors import LeaseLost
+from shared.errors import ConfigError, LeaseLost
 from shared.keys import Keys
 
 _TAKE = """
@@ -28,8 +29,9 @@ local batch, max_staleness = tonumber(ARGV[5]), tonumber(ARGV[6])
 local max_bytes, max_attempts = tonumber(ARGV[7]), tonumber(ARGV[8])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local s = redis.call('HMGET', state, 'version', 'needed', 'done', 'failed')
+local s = redis.call('HMGET', state, 'version', 'needed', 'done', 'failed', 'gate')
 if s[3] or s[4] then return {'finished'} end
+if s[5] and s[5] ~= ARGV[9] then return {'disagree', s[5]} end
 if not s[1] then return {'no_policy'} end
 local lag = tonumber(s[1]) - worker_version
 
@@ -60,8 +62,9 @@ local ahead = redis.call('HLEN', waiting) + leased * n
 if again then ahead = ahead - n end
 if math.floor(ahead / batch) + lag > max_staleness then return {'staleness'} end
 if again then return hold(again) end
-if tonumber(redis.call('GET', waiting_bytes) or 0) >= max_bytes then return {'bytes'} end
-if s[2] and ahead + n > tonumber(s[2]) then return {'enough'} end
+-- Never below one batch: a batch that cannot fill up would keep the gate shut for ever.
+if ahead >= batch and tonumber(redis.call('GET', waiting_bytes) or 0) >= max_bytes then return {'bytes'} end
+if s[2] and ahead >= tonumber(s[2]) then return {'enough'} end
 return hold(redis.call('INCR', cursor) - 1)
 """
 
@@ -104,6 +107,25 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class Gate:
+    """What trainer and workers must agree on, since the one trains what the others let through.
+
+    Attributes:
+        n: completions of a prompt.
+        batch_size: trajectories of a step.
+    """
+
+    n: int
+    batch_size: int
+    max_staleness: int
+    max_queue_bytes: int
+
+    def __str__(self) -> str:
+        """The form in which the two sides are compared."""
+        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """Why no prompt was handed out: finished, no_policy, staleness, bytes or enough."""
 
@@ -114,32 +136,36 @@ class Leases:
     """Hands out prompts to workers."""
 
     def __init__(
-        self,
-        client: redis.asyncio.Redis,
-        keys: Keys,
-        *,
-        n: int,
-        batch_size: int,
-        max_staleness: int,
-        max_queue_bytes: int,
-        lease_s: float,
-        max_attempts: int,
+        self, client: redis.asyncio.Redis, keys: Keys, gate: Gate, *, lease_s: float, max_attempts: int
     ) -> None:
         self._keys = keys
         self._ttl_ms = int(lease_s * 1000)
-        self._gate = [n, batch_size, max_staleness, max_queue_bytes, max_attempts]
+        self._gate = gate
+        self._max_attempts = max_attempts
         self._take = client.register_script(_TAKE)
         self._renew = client.register_script(_RENEW)
         self._requeue = client.register_script(_REQUEUE)
 
     async def take(self, worker_version: int) -> Lease | Held:
-        """The next prompt for a worker that serves policy `worker_version`, or the reason why there is none now."""
+        """The next prompt for a worker that serves policy `worker_version`, or the reason why there is none now.
+
+        Raises:
+            ConfigError: the trainer was started with another gate.
+        """
         k = self._keys
         token = uuid.uuid4().hex
         keys = [k.state, k.cursor, k.leases, k.holders, k.attempts, k.reasons, k.waiting, k.waiting_bytes]
         keys += [k.dead, k.counters]
-        answer = await self._take(keys=keys, args=[token, worker_version, self._ttl_ms, *self._gate])
+        gate = self._gate
+        args = [token, worker_version, self._ttl_ms, gate.n, gate.batch_size, gate.max_staleness, gate.max_queue_bytes]
+        args += [self._max_attempts, str(gate)]
+        answer = await self._take(keys=keys, args=args)
         kind = answer[0].decode()
+        if kind == "disagree":
+            raise ConfigError(
+                f"this worker goes by {self._gate}, the trainer by {answer[1].decode()}: "
+                "start both with one configuration and the same --set"
+            )
         if kind != "leased":
             return Held(kind)
         return Lease(seq=int(answer[1]), attempt=int(answer[2]), token=token)

@@ -39,22 +39,31 @@ class Ledger:
             )
         os.truncate(path, length)
         self.counts: Counter[str] = Counter()
-        self._ids: set[str] = set()
+        self._kinds: dict[str, str] = {}
         for kind, ids in _events(path):
             self.counts[kind] += len(ids)
-            self._ids.update(ids)
+            self._kinds.update(dict.fromkeys(ids, kind))
         self._file: IO[str] = path.open("a")
 
-    def __contains__(self, trajectory_id: str) -> bool:
-        """Whether the fate of a trajectory is recorded."""
-        return trajectory_id in self._ids
+    def kind(self, trajectory_id: str) -> str | None:
+        """What became of a trajectory, None when nothing is recorded."""
+        return self._kinds.get(trajectory_id)
+
+    def check_produced(self, produced: Iterable[str]) -> None:
+        """Raises ConfigError when the ledger knows trajectories that the stream has never seen."""
+        strange = self._kinds.keys() - set(produced)
+        if strange:
+            raise ConfigError(
+                f"ledger and checkpoint of this run know {len(strange)} trajectories that Redis has never seen, e.g. "
+                f"{min(strange)}: its data was lost or is another run's; restore it, or start afresh (opd up --fresh)"
+            )
 
     def record(self, kind: str, ids: Sequence[str], *, step: int) -> None:
         """Append an event."""
         if ids:
             self._file.write(json.dumps({"step": step, kind: list(ids)}) + "\n")
             self.counts[kind] += len(ids)
-            self._ids.update(ids)
+            self._kinds.update(dict.fromkeys(ids, kind))
 
     def sync(self) -> int:
         """Make all events durable; returns the length to remember."""

@@ -14,6 +14,7 @@ from typing import Any
 import redis.asyncio
 
 from shared.keys import Keys
+from shared.leases import Gate
 
 _KEPT_ANNOUNCEMENTS = 64
 
@@ -61,14 +62,25 @@ end
 _ANNOUNCE = (
     """
 local policy, state, kept = KEYS[3], KEYS[4], table.remove(ARGV, 1)
-local body, version, step, needed = unpack(ARGV, 1, 4)
+local body, version, step, needed, bytes = unpack(ARGV, 1, 5)
 if tonumber(redis.call('HGET', state, 'version') or -1) >= tonumber(version) then return end
 redis.call('XADD', policy, 'MAXLEN', '~', kept, '*', 'body', body)
 redis.call('HSET', state, 'version', version, 'step', step, 'needed', needed)
-for i = 1, 4 do table.remove(ARGV, 1) end
+redis.call('HINCRBY', state, 'pushes', 1)
+redis.call('HINCRBY', state, 'pushed_bytes', bytes)
+for i = 1, 5 do table.remove(ARGV, 1) end
 """
     + _SETTLE
 )
+
+_LOCK = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+return 1
+"""
+
+_UNLOCK = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
 
 
 class Policy:
@@ -79,17 +91,23 @@ class Policy:
         self._keys = keys
         self._announce = client.register_script(_ANNOUNCE)
         self._settle = client.register_script(_SETTLE)
+        self._lock = client.register_script(_LOCK)
+        self._unlock = client.register_script(_UNLOCK)
 
-    async def announce(self, announcement: Announcement, settled: Sequence[str], *, needed: int) -> None:
+    async def announce(
+        self, announcement: Announcement, settled: Sequence[str], *, needed: int, num_bytes: int = 0
+    ) -> None:
         """Make a version current, and take what its step used up out of the queue, in one script.
 
         Args:
             settled: stream entry ids that were trained on.
             needed: trajectories that the rest of the run wants, those waiting included.
+            num_bytes: size of the push, for the books.
         """
         k = self._keys
         body = json.dumps(asdict(announcement))
-        args = [_KEPT_ANNOUNCEMENTS, body, announcement.version, announcement.step, needed, *settled]
+        args = [_KEPT_ANNOUNCEMENTS, body, announcement.version, announcement.step, needed, num_bytes]
+        args += settled
         await self._announce(keys=[k.waiting, k.waiting_bytes, k.policy, k.state], args=args)
 
     async def settle(self, entry_ids: Sequence[str]) -> None:
@@ -114,7 +132,7 @@ class Policy:
         return await self.latest() if answer else None
 
     async def state(self) -> dict[str, str]:
-        """version, step, needed, done, failed – what is known so far."""
+        """version, step, needed, pushes, pushed_bytes, gate, done, failed – what is known so far."""
         found = await self._client.hgetall(self._keys.state)
         return {name.decode(): value.decode() for name, value in found.items()}
 
@@ -126,14 +144,22 @@ class Policy:
         """Mark the run as failed, with the reason that people will read."""
         await self._client.hset(self._keys.state, mapping={"failed": reason})
 
-    async def reopen(self) -> None:
-        """Clear done and failed of an earlier process; the trainer calls it when it starts."""
+    async def open(self, gate: Gate) -> None:
+        """The trainer starts: clear done and failed of an earlier process, say what the workers' gate must go by."""
+        await self._client.hset(self._keys.state, mapping={"gate": str(gate)})
         await self._client.hdel(self._keys.state, "done", "failed")
 
     async def lock_evaluation(self, version: int, worker: str, ttl_s: float) -> bool:
-        """True for the one worker that shall evaluate `version`; the lock falls after `ttl_s` if that worker dies."""
-        key = self._keys.evaluation_lock(version)
-        return bool(await self._client.set(key, worker, nx=True, ex=max(1, int(ttl_s))))
+        """True for the one worker that shall evaluate `version`; called again, it renews that worker's lock.
+
+        The lock falls after `ttl_s` if the worker dies.
+        """
+        keys = [self._keys.evaluation_lock(version)]
+        return bool(await self._lock(keys=keys, args=[worker, max(1, int(ttl_s))]))
+
+    async def unlock_evaluation(self, version: int, worker: str) -> None:
+        """Give the lock back, after the result is stored or because there will be none."""
+        await self._unlock(keys=[self._keys.evaluation_lock(version)], args=[worker])
 
     async def evaluation_skipped(self, version: int) -> bool:
         """Whether no worker has taken up the evaluation of `version` so far: none has its lock, and no result is there.

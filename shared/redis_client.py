@@ -19,17 +19,23 @@ async def connect(url: str | None) -> redis.asyncio.Redis:
     if url is None:
         raise ConfigError("redis.url is not set: give one (redis://host:6379/0), or start the run with `opd up`")
     try:
-        client = redis.asyncio.Redis.from_url(
+        async with redis.asyncio.Redis.from_url(url, socket_timeout=10, retry=None) as first_look:
+            await first_look.ping()  # without tries over again: a wrong url is said at once
+        return redis.asyncio.Redis.from_url(
             url,
-            retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=8),
-            retry_on_error=[redis.exceptions.ConnectionError, redis.exceptions.TimeoutError],
+            # About a minute: a Redis that restarts has to read its append-only file.
+            retry=Retry(ExponentialBackoff(cap=2.0, base=0.05), retries=35),
+            retry_on_error=[
+                redis.exceptions.ConnectionError,
+                redis.exceptions.TimeoutError,
+                redis.exceptions.BusyLoadingError,
+            ],
             health_check_interval=30,
-            socket_timeout=None,  # blocking reads set their own limit
+            socket_timeout=30,  # longer than any blocking read; a host that vanished must not be waited for for ever
+            socket_keepalive=True,
         )
-        await client.ping()
     except (redis.exceptions.RedisError, ValueError, OSError) as error:
         raise ConfigError(f"redis.url {_without_password(url)} does not answer: {error}") from error
-    return client
 
 
 def _without_password(url: str) -> str:

@@ -24,7 +24,7 @@ from shared.client import LogprobsClient
 from shared.config import check_model_folder
 from shared.errors import ConfigError, RunFailed, WeightsError, run_main
 from shared.keys import Keys
-from shared.leases import Leases
+from shared.leases import Gate, Leases
 from shared.policy import Policy
 from shared.prompts import PromptSet
 from shared.redis_client import connect
@@ -135,10 +135,7 @@ def make_leases(config: RolloutConfig, store: redis.asyncio.Redis) -> Leases:
     return Leases(
         store,
         Keys(config.run.name),
-        n=config.rollout.n,
-        batch_size=config.trainer.batch_size,
-        max_staleness=config.flow.max_staleness,
-        max_queue_bytes=config.flow.max_queue_bytes,
+        Gate(config.rollout.n, config.trainer.batch_size, config.flow.max_staleness, config.flow.max_queue_bytes),
         lease_s=config.rollout.lease_s,
         max_attempts=config.rollout.max_attempts,
     )

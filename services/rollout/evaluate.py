@@ -24,6 +24,7 @@ from services.rollout.prompts import Renderer
 from services.rollout.sampler import Sampler
 from services.rollout.weights import WeightFollower
 from shared import log, tasks
+from shared.aio import end
 from shared.client import LogprobsClient
 from shared.errors import TeacherError
 from shared.policy import Announcement, Policy
@@ -32,7 +33,7 @@ from shared.wire import LogprobsRequest
 
 _LOG = log.get(__name__)
 _POLL_S = 0.1
-_LOCK_S = 120.0
+_LOCK_S = 60.0
 _RETRY_S = 2.0
 
 
@@ -63,7 +64,7 @@ class Evaluator:
         self._client = client
         self._renderer = renderer
         self._held_out = held_out
-        self._places = asyncio.Semaphore(config.rollout.concurrency)
+        self._places = asyncio.Semaphore(config.rollout.concurrency * config.rollout.n)
         self._teacher_accuracy: dict[str, dict[str, float | None]] | None = None
 
     async def run(self) -> None:
@@ -81,6 +82,7 @@ class Evaluator:
                 await self._evaluate_and_store(announcement)
 
     async def _evaluate_and_store(self, announcement: Announcement) -> None:
+        renewal = asyncio.create_task(self._keep_lock(announcement.version))
         try:
             async with self._follower.pinned(announcement) as is_served:
                 if is_served:
@@ -90,6 +92,15 @@ class Evaluator:
                     _LOG.info("evaluated", extra=log.fields(version=announcement.version, accuracy=summary))
         except TeacherError as error:
             _LOG.error("evaluation_failed", extra=log.fields(version=announcement.version, reason=str(error)))
+            await asyncio.sleep(_RETRY_S)
+        finally:
+            await end([renewal])
+            await self._policy.unlock_evaluation(announcement.version, self._worker)
+
+    async def _keep_lock(self, version: int) -> None:
+        while True:
+            await asyncio.sleep(_LOCK_S / 4)
+            await self._policy.lock_evaluation(version, self._worker, _LOCK_S)
 
     async def evaluate(self, announcement: Announcement) -> dict[str, Any]:
         """The result to store. Raises TeacherError when a teacher does not score even after retries."""

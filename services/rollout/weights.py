@@ -26,6 +26,7 @@ from shared.weights import Manifest, read_push
 
 _LOG = log.get(__name__)
 _WAIT_S = 1.0
+_SUPERSEDED_TRIES = 60
 
 
 @dataclass(frozen=True)
@@ -96,16 +97,17 @@ class WeightFollower:
         try:
             manifest = await asyncio.to_thread(read_push, Path(announcement.path))
             self._check_manifest(manifest, version)
-        except WeightsError:
-            latest = await self._policy.latest()
-            if latest is not None and latest.version > version:
+            self._checked.clear()
+            self.reason = f"loading weights v{version}"
+            await self._sampler.load_weights(Path(announcement.path), version)
+        except WeightsError as error:
+            self._checked.clear()
+            self.reason = str(error)
+            if await self._superseded(version):
                 metrics.LOADS.labels("superseded").inc()
-                return  # the trainer has deleted it, since newer ones are there
+                return
             metrics.LOADS.labels("damaged").inc()
             raise
-        self._checked.clear()
-        self.reason = f"loading weights v{version}"
-        await self._sampler.load_weights(Path(announcement.path), version)
         problem = await self._canary_problem(announcement.canary)
         if problem is not None:
             self.reason = f"weights v{version} do not pass the canary: {problem}"
@@ -124,6 +126,18 @@ class WeightFollower:
         metrics.LOAD_SECONDS.observe(seconds)
         metrics.VERSION.set(version)
         _LOG.info("weights_loaded", extra=log.fields(version=version, bytes=manifest.num_bytes, seconds=seconds))
+
+    async def _superseded(self, version: int) -> bool:
+        """Whether newer weights are announced soon.
+
+        The trainer deletes old pushes while they may still be read, and one that starts again announces anew what its
+        predecessor left damaged.
+        """
+        for _ in range(_SUPERSEDED_TRIES):
+            latest = await self._policy.wait_newer(version, _WAIT_S)
+            if latest is not None and latest.version > version:
+                return True
+        return False
 
     def _check_manifest(self, manifest: Manifest, version: int) -> None:
         """Find out before the engine is touched that a push is another version's or another model's."""

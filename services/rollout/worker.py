@@ -26,7 +26,7 @@ from services.rollout.weights import WeightFollower
 from shared import log, tasks
 from shared.aio import end, first
 from shared.client import LogprobsClient
-from shared.errors import ConfigError, LeaseLost, RunFailed, TeacherError
+from shared.errors import ConfigError, EngineDied, LeaseLost, RunFailed, TeacherError
 from shared.leases import Held, Lease, Leases
 from shared.prompts import PromptRecord, PromptSet
 from shared.stream import TrajectoryStream
@@ -74,7 +74,8 @@ class RolloutWorker:
         """Work until `stop` is set, then finish or give back what is in flight.
 
         Raises:
-            RunFailed: the engine died, or a prompt can never be answered.
+            EngineDied: the engine died.
+            RunFailed: a prompt can never be answered.
         """
         try:
             while not stop.is_set():
@@ -104,7 +105,7 @@ class RolloutWorker:
 
     def _raise_failures(self) -> None:
         if not self._sampler.alive:
-            raise RunFailed("the student's engine has died; its own message is above")
+            raise EngineDied("the student's engine has died; its own message is above")
         for task in [task for task in self._in_flight if task.done()]:
             task.result()
             del self._in_flight[task]
@@ -154,7 +155,12 @@ class RolloutWorker:
         owner = asyncio.current_task()
         assert owner is not None
         renewal = asyncio.create_task(renew())
-        renewal.add_done_callback(lambda done: None if done.cancelled() else owner.cancel())
+
+        def give_up(done: asyncio.Task[None]) -> None:
+            if not done.cancelled():
+                owner.cancel()
+
+        renewal.add_done_callback(give_up)
         try:
             yield
         except asyncio.CancelledError:
@@ -163,6 +169,7 @@ class RolloutWorker:
                 raise error from None
             raise
         finally:
+            renewal.remove_done_callback(give_up)
             await end([renewal])
 
     async def _answer(self, lease: Lease) -> list[Trajectory]:

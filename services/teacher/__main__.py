@@ -19,7 +19,7 @@ from services.teacher.processes import end_children
 from services.teacher.service import TeacherService
 from services.teacher.vllm_scorer import VllmScorer
 from shared import log
-from shared.errors import ConfigError, RunFailed, run_main
+from shared.errors import ConfigError, EngineDied, run_main
 from shared.service import api_key, stop_event
 
 _log = log.get(__name__)
@@ -102,7 +102,7 @@ async def _run_engine(service: TeacherService) -> None:
                 watching.result()
     finally:
         watching.cancel()
-    raise RunFailed("the engine has died; its own messages are above")
+    raise EngineDied("the engine has died; its own messages are above")
 
 
 def _listen(config: TeacherConfig) -> socket.socket:

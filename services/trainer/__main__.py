@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import warnings
 from typing import TYPE_CHECKING
 
@@ -63,11 +64,13 @@ def _follow(config: TrainerConfig) -> None:
 async def _lead(config: TrainerConfig) -> None:
     from services.trainer.loop import Trainer
 
-    stop = stop_event()
+    # Until there is something to stop, SIGTERM ends the process at once: loading a model blocks the loop for long.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     status = {"ready": False, "reason": "loading the model"}
     client = await connect(config.redis.url)
     with health_thread(config.trainer.host, config.trainer.port, lambda: (status["ready"], status["reason"])):
         student, ranks = _ranks(config)
+        stop = stop_event()
         status.update(ready=True, reason="training")
         run = asyncio.ensure_future(Trainer(config, student, ranks, client).run())
         stopped = asyncio.ensure_future(stop.wait())

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import safetensors
+
 from shared import log
 from shared.errors import RunFailed
 
@@ -85,13 +87,14 @@ class Checkpoints:
                 shutil.rmtree(path)  # a broken one of the same step, see `latest`
             os.rename(aside, path)
             _sync(self._root)
-        except OSError as error:
+        except (OSError, safetensors.SafetensorError) as error:  # the latter is how safetensors reports a full disk
             shutil.rmtree(aside, ignore_errors=True)
             raise RunFailed(
                 f"checkpoint {path} cannot be written: {error}; make room or change run.dir, then start again to resume"
             ) from error
         for old in sorted(self._root.glob("step-*[0-9]"))[: -self._keep]:
-            shutil.rmtree(old)
+            if old != path:
+                shutil.rmtree(old)
         return path
 
 

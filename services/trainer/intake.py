@@ -112,9 +112,13 @@ class Intake:
 
     async def _accept(self, entry: Entry, *, version: int, step: int) -> Trajectory | None:
         """The entry's trajectory, or None when it is booked as something that is not trained on."""
-        if entry.trajectory_id in self._ledger:
+        known = self._ledger.kind(entry.trajectory_id)
+        if known is not None:
             # Its effect is in the checkpoint that this process resumed from; only the acknowledgement was lost.
-            self.unacknowledged.entry_ids.append(entry.entry_id)
+            if known == books.DEAD_LETTER:
+                self.unacknowledged.dead.append(DeadEntry(entry, "given up before the trainer was started again"))
+            else:
+                self.unacknowledged.entry_ids.append(entry.entry_id)
             await self._policy.settle([entry.entry_id])
             return None
         try:

@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 import redis.asyncio
+import redis.exceptions
 import tokenizers
 
 from services.trainer.checkpoint import Checkpoints, RunState
@@ -29,8 +30,9 @@ from services.trainer.ranks import Ranks
 from services.trainer.student import Student
 from shared import ledger as books
 from shared import log
-from shared.errors import RunFailed
+from shared.errors import ConfigError, RunFailed, WeightsError
 from shared.keys import Keys
+from shared.leases import Gate
 from shared.ledger import Ledger
 from shared.policy import Announcement, Canary, Policy
 from shared.stream import TrajectoryStream
@@ -58,26 +60,36 @@ class Trainer:
         self._step = 0
         self._version = 0
         self._skipped_in_a_row = 0
+        self._checkpoint_s = 0.0
         self._evaluations: list[tuple[int, int]] = []
 
     async def run(self) -> None:
         """Train until the last step is done and evaluated.
 
         Raises:
-            RunFailed: the run cannot go on; the reason is in the run's state too, where workers and `opd up` see it.
+            RunFailed: the run cannot go on; the reason is in the run's state too, where workers see it.
+            ConfigError: what is on disk or in Redis does not belong together.
         """
         try:
             await self._run()
-        except RunFailed as error:
+        except (RunFailed, ConfigError) as error:
             await self._policy.fail(str(error))
             raise
+        except (WeightsError, OSError) as error:
+            await self._policy.fail(str(error))
+            raise RunFailed(f"{error}; mend it and start again to resume from the last checkpoint") from error
+        except redis.exceptions.RedisError as error:
+            raise RunFailed(f"redis.url does not answer any more: {error}") from error
 
     async def _run(self) -> None:
         state = await self._resume()
         self._ledger = Ledger(self._config.run.dir / "ledger.jsonl", state.ledger_length)
         self._steps = StepLog(self._config.run.dir / "metrics.jsonl", last_step=state.step)
+        self._ledger.check_produced(await self._stream.produced_ids())
         await self._stream.attach()
-        await self._policy.reopen()
+        rollout, flow = self._config.rollout, self._config.flow
+        gate = Gate(rollout.n, self._config.trainer.batch_size, flow.max_staleness, flow.max_queue_bytes)
+        await self._policy.open(gate)
         self._intake = self._make_intake()
         await self._publish([], evaluate=self._step in (0, self._config.run.steps))
         while self._step < self._config.run.steps:
@@ -122,19 +134,20 @@ class Trainer:
         self._intake.trained(batch, step=self._step)
         last = self._step == self._config.run.steps
         num_bytes = await self._publish(batch.entry_ids, evaluate=last or self._evaluation_due())
-        saved = time.monotonic()
-        if last or self._step % self._config.trainer.checkpoint_every == 0:
-            await self._checkpoint()
         ended = time.monotonic()
         times = {
             "wait": batch.wait_s,
             "compute": pushed - computed,
-            "push": saved - pushed,
-            "checkpoint": ended - saved,
-            "step": ended - began,
+            "push": ended - pushed,
+            "checkpoint": self._checkpoint_s,  # of the step before: this step's line is written before its checkpoint
+            "step": ended - began + self._checkpoint_s,
         }
         dropped = self._ledger.counts[books.DROPPED_STALE] - dropped_before
         await self._report(batch, description, result, times, num_bytes, dropped)
+        self._checkpoint_s = 0.0
+        if last or self._step % self._config.trainer.checkpoint_every == 0:
+            await self._checkpoint()
+            self._checkpoint_s = time.monotonic() - ended
 
     def _check_finite(self, result: dict[str, Any]) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result["skipped"] else 0
@@ -166,7 +179,7 @@ class Trainer:
             evaluate=evaluate,
         )
         needed = (self._config.run.steps - self._step) * self._config.trainer.batch_size
-        await self._policy.announce(announcement, settled, needed=needed)
+        await self._policy.announce(announcement, settled, needed=needed, num_bytes=manifest.num_bytes)
         return manifest.num_bytes
 
     async def _checkpoint(self) -> None:
@@ -221,6 +234,8 @@ class Trainer:
         last_version = self._evaluations[-1][0]
         deadline = time.monotonic() + _EVALUATION_TIMEOUT_S
         while await self._policy.evaluation(last_version) is None:
+            if not await self._policy.evaluation_skipped(last_version):
+                deadline = time.monotonic() + _EVALUATION_TIMEOUT_S  # a worker is at it
             if time.monotonic() > deadline:
                 raise RunFailed(
                     f"no worker evaluated version {last_version} within {_EVALUATION_TIMEOUT_S:.0f} s; "
@@ -231,7 +246,9 @@ class Trainer:
             {"version": version, "step": step, "result": await self._policy.evaluation(version)}
             for version, step in self._evaluations
         ]
-        (self._config.run.dir / "evaluations.json").write_text(json.dumps(results, indent=1))
+        aside = self._config.run.dir / "evaluations.json.tmp"
+        aside.write_text(json.dumps(results, indent=1))
+        aside.rename(self._config.run.dir / "evaluations.json")
         await self._policy.finish()
         self._steps.close()
         self._ledger.close()

@@ -84,7 +84,9 @@ def make_bridge(config: PretrainedConfig, *, dtype: torch.dtype, tp: int, cuda: 
     """
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, name) % tp:
-            raise ConfigError(f"trainer.tp: {tp} does not divide the student's {name}, {getattr(config, name)}")
+            raise ConfigError(
+                f"trainer.tensor_parallel: {tp} does not divide the student's {name}, {getattr(config, name)}"
+            )
     bridge = FAMILIES[config.model_type](config, dtype=dtype, make_vocab_size_divisible_by=128 * tp if cuda else tp)
     bridge.set_extra_args(
         sequence_parallel=False,

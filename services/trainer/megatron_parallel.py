@@ -25,7 +25,10 @@ def initialise(tp: int, pp: int, seed: int) -> None:
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world % (tp * pp):
-        raise ConfigError(f"trainer.tp {tp} x trainer.pp {pp} does not divide the {world} ranks that were started")
+        raise ConfigError(
+            f"trainer.tensor_parallel {tp} x trainer.pipeline_parallel {pp} does not divide the {world} ranks started "
+            "(torchrun --nproc-per-node)"
+        )
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

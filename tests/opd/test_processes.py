@@ -59,7 +59,7 @@ async def test_a_stubborn_process_is_killed_and_named(tmp_path: Path, monkeypatc
             "no such model",
             False,
         ),
-        ("import sys; sys.stderr.write('failed: too much is broken\\n'); sys.exit(1)", "too much is broken", False),
+        ("import sys; sys.stderr.write('failed: too much is broken\\n'); sys.exit(3)", "too much is broken", False),
         ("import os; print('half a word'); os._exit(7)", "half a word (exit status 7", True),
     ],
 )

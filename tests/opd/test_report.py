@@ -39,7 +39,14 @@ def make_report(before: float | None = 0.2, after: float | None = 0.9) -> dict[s
         {"version": 1, "step": 0, "result": evaluation(before, 2.0)},
         {"version": 3, "step": 2, "result": evaluation(after, 0.5)},
     ]
-    return build(config, [step(1, 1.0), step(2, 3.0)], evaluations, BOOKS, {"requeued": 1}, wall_s=9.0)
+    return build(
+        config,
+        [step(1, 1.0), step(2, 3.0)],
+        evaluations,
+        BOOKS,
+        {"requeued": 1, "pushes": 3, "pushed_bytes": 290},
+        wall_s=9.0,
+    )
 
 
 def test_report_has_the_promised_keys_and_values() -> None:
@@ -54,7 +61,7 @@ def test_report_has_the_promised_keys_and_values() -> None:
     assert report["steps"] == 2 and report["wall_s"] == 9.0
     assert report["step_s"] == {"median": 2.0, "p95": 3.0}
     assert report["trajectories"] == BOOKS
-    assert report["weights"] == {"versions": 3, "bytes_dense": 300, "bytes_pushed": 300}
+    assert report["weights"] == {"versions": 3, "bytes_dense": 300, "bytes_pushed": 290}
     assert report["max_staleness"] == 2
     assert report["config"]["run"]["name"] == "test"
 

@@ -10,7 +10,7 @@ import pytest
 from services.rollout import worker as worker_module
 from services.rollout.sampler import Completion
 from services.rollout.worker import teacher_arrays
-from shared.errors import Problem, RunFailed, TeacherError
+from shared.errors import EngineDied, Problem, TeacherError
 from shared.leases import Held, Lease
 from shared.wire import SequenceScores
 from tests.conftest import wait_until
@@ -180,7 +180,7 @@ async def test_a_dead_engine_ends_the_worker(world: World) -> None:
     task = world.start()
     await wait_until(lambda: world.sampler.samples == 2)
     world.sampler.alive = False
-    with pytest.raises(RunFailed, match="engine has died"):
+    with pytest.raises(EngineDied, match="engine has died"):
         await asyncio.wait_for(task, 5)
     assert isinstance(await world.leases.take(1), Lease)  # somebody else can have the prompt at once
 

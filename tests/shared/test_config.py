@@ -48,6 +48,18 @@ def test_smallest_run_is_valid() -> None:
             "enable_resource_pool: this key does not exist here; teachers always run on their own",
         ),
         ({"teacher_model": "x"}, "teacher_model: this key does not exist here; name every teacher under `teachers:`"),
+        (
+            {"teachers": {"math": {"model": "m"}, "teacher_model": {"model": "x"}}},
+            "teachers.teacher_model: this key does not exist here; name every teacher under `teachers:`",
+        ),
+        (
+            {"teachers": {"math": {"model": "m"}, "enable_resource_pool": True}},
+            "teachers.enable_resource_pool: this key does not exist here; teachers always run on their own",
+        ),
+        (
+            {"teachers": {"math": {"model": "m"}, "idle": {"model": "m"}}},
+            "teachers.idle: no data_source is routed to it",
+        ),
         ({"routes": {"add": "maths"}}, "routes.add: there is no teacher 'maths'; known teachers: math"),
         ({"routes": {"other": "math"}}, "data_source 'add' has no teacher: add `add: TEACHER` under routes"),
         ({"rollout": {"n": 3, "max_tokens": 8}}, "trainer.batch_size=64 must be a multiple of rollout.n=3"),
@@ -76,10 +88,12 @@ def test_overrides_reach_nested_keys_and_lists(tmp_path: Path) -> None:
     assert run.teachers["math"].ports == [9000, 9001]
 
 
-@pytest.mark.parametrize("override", ["trainer.lr", "=3", "prompts.sources.4.size=1", "run.name.x=1"])
+@pytest.mark.parametrize(
+    "override", ["trainer.lr", "=3", "prompts.sources.4.size=1", "run.name.x=1", "teachers.math.ports.0.x=1"]
+)
 def test_bad_overrides_are_refused(tmp_path: Path, override: str) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(make_run_tree()))
+    file.write_text(yaml.safe_dump(make_run_tree(teachers={"math": {"model": "m", "ports": [1]}})))
     with pytest.raises(ConfigError, match="--set"):
         load_run(file, [override])
 

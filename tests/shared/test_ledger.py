@@ -39,7 +39,7 @@ def test_a_resumed_ledger_tells_the_surviving_lineage_only(tmp_path: Path) -> No
     ledger.record(TRAINED, ["0-1"], step=2)
     ledger.close()
     resumed = Ledger(file, length)
-    assert "0-0" in resumed and "0-1" not in resumed
+    assert resumed.kind("0-0") == TRAINED and resumed.kind("0-1") is None
     assert resumed.counts == {TRAINED: 1}
     resumed.close()
     assert audit(file, ["0-0", "0-1"], ["0-1"])["queued"] == 1
@@ -48,6 +48,14 @@ def test_a_resumed_ledger_tells_the_surviving_lineage_only(tmp_path: Path) -> No
 def test_a_ledger_shorter_than_its_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="altered"):
         Ledger(tmp_path / "ledger.jsonl", 10)
+
+
+def test_a_stream_that_lost_its_data_is_noticed(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", 0)
+    ledger.record(TRAINED, ["0-0", "0-1"], step=1)
+    ledger.check_produced(["0-0", "0-1", "0-2"])
+    with pytest.raises(ConfigError, match=r"know 1 trajectories that Redis has never seen, e\.g\. 0-1"):
+        ledger.check_produced(["0-0"])
 
 
 def test_no_ledger_means_nothing_settled(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import redis.asyncio
 
-from shared.errors import LeaseLost
+from shared.errors import ConfigError, LeaseLost
 from shared.keys import Keys
-from shared.leases import Held, Lease, Leases
+from shared.leases import Gate, Held, Lease, Leases
 from shared.policy import Announcement, Canary, Policy
 from shared.stream import DeadEntry, TrajectoryStream
 from shared.trajectory import Trajectory, decode
@@ -18,9 +18,9 @@ from tests.conftest import wait_until
 KEYS = Keys("test")
 
 
-def make_leases(client: redis.asyncio.Redis, **changes: object) -> Leases:
-    values = {"n": 2, "batch_size": 4, "max_staleness": 1, "max_queue_bytes": 10**9, "lease_s": 60.0, "max_attempts": 2}
-    return Leases(client, KEYS, **{**values, **changes})
+def make_leases(client: redis.asyncio.Redis, *, lease_s: float = 60.0, max_attempts: int = 2, **changes: int) -> Leases:
+    gate = Gate(**{"n": 2, "batch_size": 4, "max_staleness": 1, "max_queue_bytes": 10**9, **changes})
+    return Leases(client, KEYS, gate, lease_s=lease_s, max_attempts=max_attempts)
 
 
 def announcement(version: int, **changes: object) -> Announcement:
@@ -75,16 +75,49 @@ async def test_staleness_zero_is_exactly_one_batch_of_the_current_version(redis_
 
 
 async def test_bytes_and_need_close_the_gate(redis_client: redis.asyncio.Redis) -> None:
-    await announce(redis_client, 1, needed=4)
+    await announce(redis_client, 1, needed=6)
     stream = TrajectoryStream(redis_client, KEYS)
     leases = make_leases(redis_client, max_staleness=50)
-    lease = await take(leases)
-    size = await stream.publish(lease, completions(lease))
-    assert await make_leases(redis_client, max_queue_bytes=size).take(1) == Held("bytes")
+    size = 0
+    for _ in range(2):
+        lease = await take(leases)
+        size += await stream.publish(lease, completions(lease))
+    assert await make_leases(redis_client, max_staleness=50, max_queue_bytes=size).take(1) == Held("bytes")
     await take(leases)
     assert await leases.take(1) == Held("enough")
     await Policy(redis_client, KEYS).finish()
     assert await leases.take(1) == Held("finished")
+
+
+async def test_bytes_never_close_the_gate_below_one_batch(redis_client: redis.asyncio.Redis) -> None:
+    await announce(redis_client, 1)
+    stream = TrajectoryStream(redis_client, KEYS)
+    leases = make_leases(redis_client, max_queue_bytes=1)
+    lease = await take(leases)
+    await stream.publish(lease, completions(lease))
+    assert (await take(leases)).seq == 1
+    assert await leases.take(1) == Held("bytes")
+
+
+async def test_a_batch_that_lost_one_of_a_prompts_completions_still_fills(redis_client: redis.asyncio.Redis) -> None:
+    await announce(redis_client, 1, needed=4)
+    stream, policy, leases = TrajectoryStream(redis_client, KEYS), Policy(redis_client, KEYS), make_leases(redis_client)
+    await stream.attach()
+    for _ in range(2):
+        lease = await take(leases)
+        await stream.publish(lease, completions(lease))
+    assert await leases.take(1) == Held("enough")
+    (broken,) = await stream.read(1, 100)
+    await policy.settle([broken.entry_id])
+    assert (await take(leases)).seq == 2
+
+
+async def test_trainer_and_worker_must_agree_on_the_gate(redis_client: redis.asyncio.Redis) -> None:
+    await announce(redis_client, 1)
+    await Policy(redis_client, KEYS).open(Gate(2, 8, 1, 10**9))
+    with pytest.raises(ConfigError, match=r"goes by n=2, batch_size=4.*the trainer by n=2, batch_size=8"):
+        await make_leases(redis_client).take(1)
+    assert isinstance(await make_leases(redis_client, batch_size=8).take(1), Lease)
 
 
 async def test_an_expired_lease_goes_to_another_worker_and_the_first_cannot_publish(
@@ -212,12 +245,26 @@ async def test_followers_get_the_newest_policy(redis_client: redis.asyncio.Redis
     assert (await policy.state())["version"] == "3"
 
 
-async def test_one_worker_evaluates(redis_client: redis.asyncio.Redis) -> None:
+async def test_one_worker_evaluates_and_others_may_after_it_gave_up(redis_client: redis.asyncio.Redis) -> None:
     policy = Policy(redis_client, KEYS)
     assert await policy.evaluation_skipped(3)
     assert await policy.lock_evaluation(3, "a", 60)
+    assert await policy.lock_evaluation(3, "a", 60)  # renewed
     assert not await policy.evaluation_skipped(3)
     assert not await policy.lock_evaluation(3, "b", 60)
+    await policy.unlock_evaluation(3, "b")
+    assert not await policy.lock_evaluation(3, "b", 60)
+    await policy.unlock_evaluation(3, "a")
+    assert await policy.evaluation_skipped(3)
     await policy.put_evaluation(3, {"add": {"accuracy": None}})
+    assert not await policy.evaluation_skipped(3)
     assert await policy.evaluation(3) == {"add": {"accuracy": None}}
     assert await policy.evaluation(4) is None
+
+
+async def test_pushes_are_counted_once(redis_client: redis.asyncio.Redis) -> None:
+    policy = Policy(redis_client, KEYS)
+    for version in (1, 2, 2):
+        await policy.announce(announcement(version), [], needed=1, num_bytes=100)
+    state = await policy.state()
+    assert (state["pushes"], state["pushed_bytes"]) == ("2", "200")

@@ -11,7 +11,7 @@ import redis.asyncio
 from services.trainer.intake import Intake
 from shared.errors import RunFailed
 from shared.keys import Keys
-from shared.leases import Lease, Leases
+from shared.leases import Gate, Lease, Leases
 from shared.ledger import DEAD_LETTER, DROPPED_STALE, TRAINED, Ledger
 from shared.policy import Announcement, Canary, Policy
 from shared.stream import TrajectoryStream
@@ -41,10 +41,7 @@ class Bench:
         leases = Leases(
             self.client,
             KEYS,
-            n=1,
-            batch_size=1,
-            max_staleness=10**6,
-            max_queue_bytes=10**9,
+            Gate(1, 1, 10**6, 10**9),
             lease_s=60,
             max_attempts=3,
         )
