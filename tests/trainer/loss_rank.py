@@ -6,10 +6,10 @@ import sys
 
 import torch.distributed as dist
 from safetensors.torch import save_file
-from trainer.loss_cases import CASES, COLUMNS, VOCAB, make_case
 
 from services.trainer.loss import LOSSES, DistillationLoss
 from services.trainer.vocab_parallel import VocabShard
+from tests.trainer.loss_cases import CASES, COLUMNS, VOCAB, make_case
 
 
 def main(rank: int, world: int, port: str, file: str) -> None:

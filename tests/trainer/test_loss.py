@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from trainer.loss_cases import CASES, COLUMNS, VOCAB, dense_answer, make_case
 
 from services.trainer.batch import Microbatch, Sample, pack
 from services.trainer.loss import LOSSES, METRICS, REFUSED, DistillationLoss, check_loss
 from services.trainer.vocab_parallel import VocabShard
 from shared.errors import ConfigError
+from tests.trainer.loss_cases import CASES, COLUMNS, VOCAB, dense_answer, make_case
 
 SHARD = VocabShard.of(0, COLUMNS, VOCAB, None)
 

@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer.tiny_models import VOCAB, reference_logprobs, save_tiny
-from trainer.training_samples import make_samples
 
 from services.trainer import megatron_gpt
 from services.trainer.batch import Microbatch, pack
@@ -26,6 +24,8 @@ from services.trainer.megatron_checkpoint import load_rank_state, save_rank_stat
 from services.trainer.megatron_model import OptimizerSettings, PolicyModel
 from shared.errors import ConfigError
 from tests.conftest import REPO, free_port
+from tests.trainer.tiny_models import VOCAB, reference_logprobs, save_tiny
+from tests.trainer.training_samples import make_samples
 
 pytestmark = pytest.mark.engine
 

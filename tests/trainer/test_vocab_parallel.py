@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer.loss_cases import CASES, dense_answer
 
 from services.trainer import vocab_parallel
 from services.trainer.loss import LOSSES
 from services.trainer.vocab_parallel import VocabShard, distinct, support_logprobs
 from tests.conftest import REPO, free_port
+from tests.trainer.loss_cases import CASES, dense_answer
 
 
 def test_logprobs_tail_and_gradient_equal_a_dense_softmax(monkeypatch: pytest.MonkeyPatch) -> None:

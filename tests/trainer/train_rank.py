@@ -12,12 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from trainer.training_samples import make_samples
 
 from services.trainer.batch import pack
 from services.trainer.loss import DistillationLoss
 from services.trainer.megatron_checkpoint import load_rank_state, save_rank_state
 from services.trainer.megatron_model import OptimizerSettings, PolicyModel
+from tests.trainer.training_samples import make_samples
 
 SETTINGS = OptimizerSettings(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=1.0, warmup_steps=2)
 MICROBATCH_TOKENS = 96

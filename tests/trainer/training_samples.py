@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from trainer.tiny_models import VOCAB
 
 from services.trainer.batch import Sample
+from tests.trainer.tiny_models import VOCAB
 
 
 def make_samples(count: int, seed: int = 0, k: int = 6) -> list[Sample]:
