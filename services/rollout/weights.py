@@ -26,7 +26,7 @@ from shared.weights import Manifest, read_push
 
 _LOG = log.get(__name__)
 _WAIT_S = 1.0
-_SUPERSEDED_TRIES = 60
+_PASS_OVER_TRIES = 60
 
 
 @dataclass(frozen=True)
@@ -94,20 +94,18 @@ class WeightFollower:
     async def _take(self, announcement: Announcement) -> None:
         version = announcement.version
         started = time.perf_counter()
+        path = Path(announcement.path)
         try:
-            manifest = await asyncio.to_thread(read_push, Path(announcement.path))
-            self._check_manifest(manifest, version)
-            self._checked.clear()
-            self.reason = f"loading weights v{version}"
-            await self._sampler.load_weights(Path(announcement.path), version)
+            manifest = await asyncio.to_thread(read_push, path)
         except WeightsError as error:
-            self._checked.clear()
-            self.reason = str(error)
-            if await self._superseded(version):
-                metrics.LOADS.labels("superseded").inc()
-                return
-            metrics.LOADS.labels("damaged").inc()
-            raise
+            return await self._pass_over(version, error)
+        self._check_manifest(manifest, version)
+        self._checked.clear()
+        self.reason = f"loading weights v{version}"
+        try:
+            await self._sampler.load_weights(path, version)
+        except WeightsError as error:
+            return await self._pass_over(version, error)
         problem = await self._canary_problem(announcement.canary)
         if problem is not None:
             self.reason = f"weights v{version} do not pass the canary: {problem}"
@@ -127,17 +125,20 @@ class WeightFollower:
         metrics.VERSION.set(version)
         _LOG.info("weights_loaded", extra=log.fields(version=version, bytes=manifest.num_bytes, seconds=seconds))
 
-    async def _superseded(self, version: int) -> bool:
-        """Whether newer weights are announced soon.
+    async def _pass_over(self, version: int, error: WeightsError) -> None:
+        """Return once newer weights are announced, raise `error` when there are none within a minute.
 
         The trainer deletes old pushes while they may still be read, and one that starts again announces anew what its
         predecessor left damaged.
         """
-        for _ in range(_SUPERSEDED_TRIES):
+        self.reason = str(error)
+        for _ in range(_PASS_OVER_TRIES):
             latest = await self._policy.wait_newer(version, _WAIT_S)
             if latest is not None and latest.version > version:
-                return True
-        return False
+                metrics.LOADS.labels("superseded").inc()
+                return
+        metrics.LOADS.labels("damaged").inc()
+        raise error
 
     def _check_manifest(self, manifest: Manifest, version: int) -> None:
         """Find out before the engine is touched that a push is another version's or another model's."""

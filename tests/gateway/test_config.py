@@ -18,7 +18,7 @@ student: {model: student, max_model_len: 256}
 teachers:
   math: {model: a, host: teacher-math, ports: [8101, 8102]}
   chat: {model: b, host: "::1"}
-routes: {sums: math}
+routes: {sums: math, talk: chat}
 prompts: {sources: [{data_source: sums, task: chain_sum}]}
 gateway: {port: 9000, request_timeout_s: 5}
 """

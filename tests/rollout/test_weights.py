@@ -53,13 +53,26 @@ async def test_weights_of_another_model_are_refused_before_the_engine_is_touched
     assert world.sampler.loads == []
 
 
-async def test_a_damaged_push_is_refused(world: World) -> None:
+async def test_a_damaged_push_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.rollout.weights._PASS_OVER_TRIES", 1)
     await world.announce(1)
     file = next((world.folder / "w").glob("*/model.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
     with pytest.raises(WeightsError, match="checksum"):
         await world.follower().run()
     assert world.sampler.loads == []
+
+
+async def test_a_damaged_push_gives_way_to_the_one_announced_next(world: World) -> None:
+    await world.announce(1)
+    next((world.folder / "w").glob("*/model.safetensors")).write_bytes(b"torn")
+    follower = world.follower()
+    world.run_behind(follower.run())
+    await wait_until(lambda: "cannot be read" in follower.reason or "truncated" in follower.reason, 5)
+    assert not follower.checked
+    await world.announce(2)
+    await asyncio.wait_for(follower.wait_checked(), 5)
+    assert (follower.version, world.sampler.loads) == (2, [2])
 
 
 async def test_a_deleted_push_is_passed_over_for_a_newer_one(world: World) -> None:
