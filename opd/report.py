@@ -123,4 +123,4 @@ def _first(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    return "–" if value is None else f"{round(value, 3) + 0.0:.3f}"  # + 0.0: no minus before a zero

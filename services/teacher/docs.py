@@ -15,7 +15,11 @@ _REQUEST: dict[str, Any] = {
         "token_ids": _IDS | {"description": "Sequences, prompt and response together"},
         "prompt_len": {"type": "array", "items": {"type": "integer", "minimum": 1}, "description": "Per sequence"},
         "top_k": {"type": "integer", "minimum": 0, "default": 0},
-        "candidate_ids": {"type": "array", "items": _IDS, "description": "422: not served by this engine yet"},
+        "candidate_ids": {
+            "type": "array",
+            "items": _IDS,
+            "description": "ids to score at each row, [R][C] per sequence; 422 where the engine cannot",
+        },
         "prompt": {"type": "string"},
         "messages": {"type": "array", "items": {"type": "object"}},
         "completion": {"type": "string", "description": "The text to score after prompt or messages"},

@@ -157,7 +157,12 @@ class TeacherService:
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(
-                        self.scorer.score(ids, None if lengths is None else lengths[index], request.top_k)
+                        self.scorer.score(
+                            ids,
+                            None if lengths is None else lengths[index],
+                            request.top_k,
+                            None if request.candidate_ids is None else request.candidate_ids[index],
+                        )
                     )
                     for index, ids in enumerate(sequences)
                 ]

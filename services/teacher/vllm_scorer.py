@@ -49,6 +49,7 @@ class VllmScorer:
         self._engine: AsyncLLM | None = None
         self._sockets = tempfile.TemporaryDirectory(prefix="opd-teacher-")  # vLLM leaves its own in there
         self._info: ScorerInfo | None = None
+        self._rows_only = False  # whether the engine computes the rows asked for alone
         self._request_ids = itertools.count()
 
     @property
@@ -74,6 +75,7 @@ class VllmScorer:
         except (RuntimeError, ValueError, OSError) as error:
             raise RunFailed(f"the engine did not start with {self._section.model}: {error}") from error
         await self._running.collective_rpc("opd_end_with", args=(os.getpid(),))
+        self._rows_only = all(await self._running.collective_rpc("opd_score_rows"))
         import vllm
 
         config = self._running.model_config
@@ -84,7 +86,7 @@ class VllmScorer:
             vocab_size=vocab_size,
             max_model_len=self._max_model_len - 1,
             max_top_k=min(self._section.max_top_k, vocab_size),
-            serves_candidates=False,
+            serves_candidates=self._rows_only,
         )
         _log.info("engine_started", extra=log.fields(start_s=round(time.monotonic() - started, 1)))
 
@@ -127,24 +129,35 @@ class VllmScorer:
         top_k: int,
         candidate_ids: np.ndarray | None = None,
     ) -> SequenceScores:
-        if candidate_ids is not None:
+        if candidate_ids is not None and not self._rows_only:
             raise ScoringError("candidate_ids are not served by this engine")
         first = 1 if prompt_len is None else prompt_len
-        if len(token_ids) == first:
-            return _select_rows(np.empty((0, top_k + 1), np.int32), np.empty((0, top_k + 1), np.float32), top_k)
-        arrays = await self._prompt_logprobs(token_ids, top_k)
-        if arrays.logprobs.shape != (len(token_ids) - 1, top_k + 1):
-            raise ScoringError(f"the engine returned rows of shape {arrays.logprobs.shape} for {len(token_ids)} tokens")
-        scores = _select_rows(arrays.token_ids[first - 1 :], arrays.logprobs[first - 1 :], top_k)
+        num_rows, num_candidates = len(token_ids) - first, 0 if candidate_ids is None else candidate_ids.shape[1]
+        shape = (num_rows, 1 + top_k + num_candidates)
+        if num_rows == 0:
+            return _select_columns(np.empty(shape, np.int32), np.empty(shape, np.float32), top_k, candidate_ids)
+        arrays = await self._prompt_logprobs(token_ids, first, top_k, candidate_ids)
+        ids, logprobs = arrays.token_ids, arrays.logprobs
+        if not self._rows_only:
+            ids, logprobs = ids[first - 1 :], logprobs[first - 1 :]
+        if logprobs.shape != shape:
+            raise ScoringError(f"the engine returned rows of shape {logprobs.shape} where {shape} were asked for")
+        scores = _select_columns(ids, logprobs, top_k, candidate_ids)
         check_scores(token_ids, first, scores)
         return scores
 
-    async def _prompt_logprobs(self, token_ids: list[int], top_k: int) -> PromptArrays:
+    async def _prompt_logprobs(
+        self, token_ids: list[int], first: int, top_k: int, candidate_ids: np.ndarray | None
+    ) -> PromptArrays:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+        from services.teacher.vllm_rows import extra_args
+
+        candidates = np.empty((0, 0), np.int32) if candidate_ids is None else candidate_ids
         params = SamplingParams(
+            extra_args=extra_args(first, candidates.astype(np.int32).tobytes(), candidates.shape[1]),
             max_tokens=1,
             temperature=0.0,
             detokenize=False,
@@ -183,17 +196,21 @@ class VllmScorer:
             gc.collect()  # it is part of a reference cycle, and its __del__ fails at interpreter exit
 
 
-def _select_rows(token_ids: np.ndarray, logprobs: np.ndarray, top_k: int) -> SequenceScores:
-    """Scores from the engine's columns: the actual token, then the top k most likely first, ties by id."""
+def _select_columns(
+    token_ids: np.ndarray, logprobs: np.ndarray, top_k: int, candidate_ids: np.ndarray | None
+) -> SequenceScores:
+    """Scores from the engine's columns: the actual token, the top k most likely first (ties by id), the candidates."""
     scores = SequenceScores(token_ids[:, 0].copy(), logprobs[:, 0].copy())
     if top_k:
-        ids, values = token_ids[:, 1:].copy(), logprobs[:, 1:].copy()
+        ids, values = token_ids[:, 1 : 1 + top_k].copy(), logprobs[:, 1 : 1 + top_k].copy()
         unordered = np.flatnonzero((values[:, 1:] >= values[:, :-1]).any(axis=1))
         if unordered.size:
             order = np.lexsort((ids[unordered], -values[unordered]), axis=-1)
             ids[unordered] = np.take_along_axis(ids[unordered], order, axis=1)
             values[unordered] = np.take_along_axis(values[unordered], order, axis=1)
         scores.top_ids, scores.top_logprobs = ids, values
+    if candidate_ids is not None:
+        scores.candidate_logprobs = logprobs[:, 1 + top_k :].copy()
     return scores
 
 

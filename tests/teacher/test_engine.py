@@ -135,6 +135,52 @@ def test_a_batch_gets_the_answers_that_each_gets_alone(teacher: Teacher) -> None
         assert scores.token_ids.tolist() == alone.token_ids.tolist() == ids[prompt_len:]
 
 
+def test_ids_that_the_client_names_are_scored_at_every_row(
+    teacher: Teacher, reference: Callable[[list[int]], np.ndarray]
+) -> None:
+    batch = [sequence(150, seed=2), sequence(90, seed=3), sequence(5, seed=4)]
+    lengths = [70, 1, 5]
+    rng = np.random.default_rng(5)
+    tables = [rng.integers(0, VOCAB_SIZE, (len(ids) - p, 4)) for ids, p in zip(batch, lengths, strict=True)]
+    tables[0][:, 1] = tables[0][:, 0]  # an id may repeat
+    tables[0][3] = [0, VOCAB_SIZE - 1, batch[0][73], 0]  # the borders of the vocabulary, and the actual token
+    for top_k in (0, 6):
+        request = wire.LogprobsRequest(
+            token_ids=batch, prompt_len=lengths, top_k=top_k, candidate_ids=[t.astype(np.int32) for t in tables]
+        )
+        for ids, prompt_len, table, scores in zip(batch, lengths, tables, teacher.score(request), strict=True):
+            expected = reference(ids)[prompt_len - 1 :] if prompt_len < len(ids) else np.empty((0, VOCAB_SIZE))
+            np.testing.assert_allclose(
+                scores.candidate_logprobs, np.take_along_axis(expected, table, axis=1), atol=ATOL
+            )
+            np.testing.assert_allclose(scores.logprobs, picked(reference(ids), ids, prompt_len), atol=ATOL)
+            assert top_k == 0 or scores.top_ids.shape == (len(ids) - prompt_len, top_k)
+
+
+def test_requests_of_different_kinds_share_an_engine_step(
+    teacher: Teacher, reference: Callable[[list[int]], np.ndarray]
+) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def one(kind: int) -> float:
+        ids, prompt_len = sequence(100 + 7 * kind, seed=kind), 1 + 9 * kind
+        table = np.full((len(ids) - prompt_len, kind % 3), kind, np.int32)
+        request = wire.LogprobsRequest(
+            token_ids=[ids], prompt_len=[prompt_len], top_k=kind % 4, candidate_ids=[table] if kind % 3 else None
+        )
+        [scores] = teacher.score(request)
+        expected = reference(ids)[prompt_len - 1 :]
+        errors = [np.abs(scores.logprobs - picked(reference(ids), ids, prompt_len)).max()]
+        if kind % 3:
+            errors.append(np.abs(scores.candidate_logprobs - expected[:, [kind] * (kind % 3)]).max())
+        if kind % 4:
+            errors.append(np.abs(scores.top_logprobs - -np.sort(-expected, axis=1)[:, : kind % 4]).max())
+        return float(max(errors))
+
+    with ThreadPoolExecutor(12) as pool:
+        assert max(pool.map(one, range(12))) < ATOL
+
+
 def test_a_person_reads_tokens_and_probabilities(
     teacher: Teacher, model: Path, reference: Callable[[list[int]], np.ndarray]
 ) -> None:
