@@ -51,7 +51,10 @@ class LogprobsRequest:
 
 @dataclass(slots=True)
 class SequenceScores:
-    """Scores of one sequence: token_ids [R] int32, logprobs [R] float32, the rest [R, k] or [R, C] or absent."""
+    """Scores of one sequence: token_ids [R] int32, logprobs [R] float32, the rest [R, k] or [R, C] or absent.
+
+    `queue_ms` (waiting in the engine's queue) does not travel by itself: the answer's `usage` has the longest.
+    """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -60,6 +63,7 @@ class SequenceScores:
     candidate_logprobs: np.ndarray | None = None
     tokens: list[str] | None = None
     top_tokens: list[list[str]] | None = None
+    queue_ms: float = 0.0
 
 
 @dataclass(slots=True)

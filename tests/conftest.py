@@ -27,7 +27,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-async def wait_until(condition: Callable[[], Awaitable[bool] | bool], timeout_s: float = 20.0, what: str = "") -> None:
+async def wait_until(condition: Callable[[], Awaitable[bool] | bool], timeout_s: float = 60.0, what: str = "") -> None:
     """Poll a condition until it holds; fails the test when it does not in time."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -146,7 +146,13 @@ class TeacherService:
         if is_text:
             await asyncio.to_thread(self._text.decode, results[0])
         self._count(request, results, time.monotonic() - received)
-        usage = {"tokens": request.num_tokens, "cached_tokens": 0, "engine_ms": round(engine_ms, 1)}
+        queue_ms = max((scores.queue_ms for scores in results), default=0.0)
+        usage = {
+            "tokens": request.num_tokens,
+            "cached_tokens": 0,
+            "queue_ms": round(queue_ms, 1),
+            "engine_ms": round(engine_ms - queue_ms, 1),
+        }
         response = LogprobsResponse(self.config.name, self.fingerprint, results, usage)
         return encode_response(response, accept, request.logprobs_dtype)
 

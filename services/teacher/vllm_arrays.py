@@ -14,6 +14,7 @@ import numpy as np
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.outputs import LogprobsTensors
 
 from shared.errors import ConfigError
@@ -45,6 +46,19 @@ class ArrayOutputProcessor(OutputProcessor):
         state = self.request_states.get(request.request_id)
         if state is not None and state.logprobs_processor is not None:
             state.logprobs_processor.__class__ = ArrayLogprobsProcessor
+
+
+class KeepTimestamps(StatLoggerBase):
+    """Logs nothing. With a logger vLLM stamps every request with the times at which it was queued and scheduled."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        """Takes what vLLM gives to every logger."""
+
+    def record(self, *_: Any, **__: Any) -> None:
+        """Nothing to record."""
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to log."""
 
 
 def keep_arrays(engine: AsyncLLM) -> None:

@@ -95,7 +95,7 @@ class VllmScorer:
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-        from services.teacher.vllm_arrays import keep_arrays
+        from services.teacher.vllm_arrays import KeepTimestamps, keep_arrays
 
         section = self._section
         arguments = AsyncEngineArgs(
@@ -119,7 +119,7 @@ class VllmScorer:
             enable_log_requests=False,
         )
         # Into the attribute at once: vLLM's imports keep this frame alive, and with it every local variable.
-        self._engine = AsyncLLM.from_engine_args(arguments)
+        self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[KeepTimestamps])
         keep_arrays(self._engine)
 
     async def score(
@@ -136,19 +136,21 @@ class VllmScorer:
         shape = (num_rows, 1 + top_k + num_candidates)
         if num_rows == 0:
             return _select_columns(np.empty(shape, np.int32), np.empty(shape, np.float32), top_k, candidate_ids)
-        arrays = await self._prompt_logprobs(token_ids, first, top_k, candidate_ids)
+        arrays, queue_ms = await self._prompt_logprobs(token_ids, first, top_k, candidate_ids)
         ids, logprobs = arrays.token_ids, arrays.logprobs
         if not self._rows_only:
             ids, logprobs = ids[first - 1 :], logprobs[first - 1 :]
         if logprobs.shape != shape:
             raise ScoringError(f"the engine returned rows of shape {logprobs.shape} where {shape} were asked for")
         scores = _select_columns(ids, logprobs, top_k, candidate_ids)
+        scores.queue_ms = queue_ms
         check_scores(token_ids, first, scores)
         return scores
 
     async def _prompt_logprobs(
         self, token_ids: list[int], first: int, top_k: int, candidate_ids: np.ndarray | None
-    ) -> PromptArrays:
+    ) -> tuple[PromptArrays, float]:
+        """The engine's rows, and the milliseconds that the request waited in its queue."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -173,7 +175,8 @@ class VllmScorer:
             raise ScoringError(f"the engine failed: {type(error).__name__}: {error}") from error
         if output is None or output.prompt_logprobs is None:
             raise ScoringError("the engine returned no logprobs")
-        return output.prompt_logprobs  # type: ignore[return-value]
+        stamps: Any = output.metrics
+        return output.prompt_logprobs, 1000 * (stamps.scheduled_ts - stamps.queued_ts)  # type: ignore[return-value]
 
     def abandon(self) -> None:
         end_children()

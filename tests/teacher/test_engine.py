@@ -187,6 +187,8 @@ def test_a_person_reads_tokens_and_probabilities(
     body = {"model": "tiny", "prompt": "2+2=", "completion": "4!", "top_k": 3}
     response = httpx.post(f"{teacher.url}/logprobs", json=body, timeout=60)
     result = response.json()["results"][0]
+    usage = response.json()["usage"]
+    assert usage["tokens"] == len("2+2=4!") and usage["queue_ms"] >= 0 and usage["engine_ms"] > 0
     assert result["tokens"] == ["4", "!"]
     assert [len(row) for row in result["top_tokens"]] == [3, 3]
     from tokenizers import Tokenizer
