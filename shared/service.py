@@ -9,23 +9,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import prometheus_client
 import psutil
 
+from shared import log
 from shared.errors import ConfigError
 
 Readiness = Callable[[], tuple[bool, str]]
 """Returns (ready, reason); the reason is shown to people either way."""
 
+_LOG = log.get(__name__)
 _WATCH_S = 1.0
+STOP_WITHIN_S = 12.0
 
 
 def api_key() -> str | None:
@@ -59,12 +65,37 @@ def check_port_free(host: str, port: int, *, setting: str) -> None:
 
 
 def stop_event() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set; call it inside the running loop."""
+    """An event that SIGTERM and SIGINT set; call it inside the running loop.
+
+    A process that has not ended `STOP_WITHIN_S` later, because Redis or a peer is gone, is ended as it is: leases run
+    out by themselves and nothing unacknowledged is lost.
+    """
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if not event.is_set():
+            event.set()
+            last_resort = threading.Timer(STOP_WITHIN_S, _give_up_stopping)
+            last_resort.daemon = True
+            last_resort.start()
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, event.set)
+        loop.add_signal_handler(signum, stop)
     return event
+
+
+def _give_up_stopping() -> None:
+    _LOG.error("stop_took_too_long", extra=log.fields(limit_s=STOP_WITHIN_S))
+    leave(1)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process now. Tearing an interpreter with torch and vLLM down takes seconds and does nothing for us."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def end_with(pid: int) -> None:

@@ -28,7 +28,7 @@ from shared.leases import Gate, Leases
 from shared.policy import Policy
 from shared.prompts import PromptSet
 from shared.redis_client import connect
-from shared.service import HealthServer, api_key, check_port_free, stop_event
+from shared.service import HealthServer, api_key, check_port_free, leave, stop_event
 from shared.stream import TrajectoryStream
 
 _LOG = log.get(__name__)
@@ -170,6 +170,7 @@ def main() -> None:
     check_model_folder(config.student.model, setting="student.model")
     check_port_free(config.rollout.host, arguments.port, setting="rollout.port (or --port)")
     asyncio.run(RolloutService(arguments).run())
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-SHUTDOWN_TIMEOUT_S = 6.0
+SHUTDOWN_TIMEOUT_S = 1.0  # then it is killed: it has nothing to save
 _MAX_BATCHED_TOKENS = 2048
 
 _ENVIRONMENT = {

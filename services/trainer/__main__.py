@@ -15,7 +15,7 @@ from shared.aio import end
 from shared.config import check_model_folder
 from shared.errors import run_main
 from shared.redis_client import connect
-from shared.service import check_port_free, health_thread, stop_event
+from shared.service import check_port_free, health_thread, leave, stop_event
 
 if TYPE_CHECKING:
     from services.trainer.ranks import Ranks
@@ -36,6 +36,7 @@ def main() -> None:
         return
     check_port_free(config.trainer.host, config.trainer.port, setting="trainer.port")
     asyncio.run(_lead(config))
+    leave(0)
 
 
 def _ranks(config: TrainerConfig) -> tuple[Student, Ranks]:
