@@ -73,8 +73,8 @@ def check_disk(config: RunConfig) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(
-            f"run.dir {folder} has {free / 2**30:.1f} GiB free, checkpoints and weight pushes need "
-            f"{needed / 2**30:.1f} GiB: make room, or lower trainer.keep_checkpoints and trainer.keep_weights"
+            f"run.dir {folder} has {free / 2**20:,.0f} MiB free, checkpoints and weight pushes need "
+            f"{needed / 2**20:,.0f} MiB: make room, or lower trainer.keep_checkpoints and trainer.keep_weights"
         )
 
 

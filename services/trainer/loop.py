@@ -77,7 +77,10 @@ class Trainer:
             raise
         except (WeightsError, OSError) as error:
             await self._policy.fail(str(error))
-            raise RunFailed(f"{error}; mend it and start again to resume from the last checkpoint") from error
+            where = self._config.run.dir
+            raise RunFailed(
+                f"{error} (run.dir {where}); mend it and start again to resume from the last checkpoint"
+            ) from error
         except redis.exceptions.RedisError as error:
             raise RunFailed(f"redis.url does not answer any more: {error}") from error
 

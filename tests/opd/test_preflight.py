@@ -104,7 +104,7 @@ def test_too_little_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     run = load_run(demo_config(tmp_path))
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 100, preflight.needed_bytes(run) - 1))
-    with pytest.raises(ConfigError, match=r"GiB free, checkpoints and weight pushes need .* make room"):
+    with pytest.raises(ConfigError, match=r"MiB free, checkpoints and weight pushes need .* make room"):
         preflight.check_disk(run)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 0, preflight.needed_bytes(run)))
     preflight.check_disk(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -248,8 +249,11 @@ async def test_the_death_of_the_engine_ends_the_service(teacher: Teacher) -> Non
     await wait_until(lambda: not any(child.is_running() for child in children))
 
 
-async def test_sigterm_while_the_engine_starts_and_when_it_is_ready(model: Path, tmp_path: Path) -> None:
+async def test_sigterm_while_the_engine_starts_and_when_it_is_ready(
+    model: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     starting = Teacher(model, tmp_path / "starting.log")
+    request.addfinalizer(lambda: starting.stop(signal.SIGKILL))
     await starting.wait_ready(f"{starting.url}/healthz")
     async with httpx.AsyncClient(base_url=starting.url) as client:
         assert (await client.get("/readyz")).json() == {"ready": False, "reason": "the engine is starting"}
@@ -259,6 +263,7 @@ async def test_sigterm_while_the_engine_starts_and_when_it_is_ready(model: Path,
     await wait_until(lambda: not any(child.is_running() for child in children))
 
     ready = Teacher(model, tmp_path / "ready.log")
+    request.addfinalizer(lambda: ready.stop(signal.SIGKILL))
     await ready.wait_ready(f"{ready.url}/readyz")
     children = ready.children()
     assert children
