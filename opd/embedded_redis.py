@@ -63,7 +63,10 @@ def wait_ready(process: Process, url: str) -> None:
 
 
 def forget_run(url: str, run: str) -> None:
-    """Delete everything that a run keeps in a Redis, for one that is started afresh."""
-    with redis.Redis.from_url(url) as client:
-        for key in client.scan_iter(match=f"opd:{run}:*", count=1000):
-            client.unlink(key)
+    """Delete everything that a run keeps in a Redis, for one that is started afresh. ConfigError if none answers."""
+    try:
+        with redis.Redis.from_url(url) as client:
+            for key in client.scan_iter(match=f"opd:{run}:*", count=1000):
+                client.unlink(key)
+    except (redis.exceptions.RedisError, ValueError) as error:
+        raise ConfigError(f"redis.url does not answer: {error}") from error

@@ -12,6 +12,7 @@ from shared.prompts import PromptSet
 from shared.service import check_port_free
 from shared.tokenizer import tokenizer_hash
 
+_BIG_PARTS = ("checkpoints", "weights")
 _STATE_BYTES_PER_PARAMETER = 12
 """float32 master weights and both Adam moments in a checkpoint."""
 
@@ -70,7 +71,9 @@ def check_disk(config: RunConfig) -> None:
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"run.dir {folder} is not writable for this user")
     needed = needed_bytes(config)
-    free = shutil.disk_usage(folder).free
+    # What an earlier process of this run has written is part of what it needs.
+    there = sum(file.stat().st_size for part in _BIG_PARTS for file in (folder / part).rglob("*") if file.is_file())
+    free = shutil.disk_usage(folder).free + there
     if free < needed:
         raise ConfigError(
             f"run.dir {folder} has {free / 2**20:,.0f} MiB free, checkpoints and weight pushes need "

@@ -77,8 +77,12 @@ def _prepare_folder(folder: Path, *, fresh: bool) -> None:
 def _only_one(folder: Path) -> Iterator[None]:
     """Holds a lock beside the run's folder, so that a second `opd up` cannot delete or mix up one that goes on."""
     lock = folder.with_name(folder.name + ".lock")
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as handle:
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = lock.open("w")
+    except OSError as error:
+        raise ConfigError(f"run.dir {folder} cannot be used: {lock}: {error.strerror}") from error
+    with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

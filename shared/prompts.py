@@ -168,11 +168,17 @@ def _parse_line(source: SourceSection, raw: bytes, where: str) -> PromptRecord:
         line = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
+    except RecursionError as error:
+        raise ConfigError(f"{where}: nested too deeply; write one flat object a line") from error
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{where}: not JSON ({error.msg} at column {error.colno}); write one object a line, "
             'such as {"prompt": "2+2=", "data_source": "add", "answer": "4"}'
         ) from error
+    try:
+        json.dumps(line, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: holds half a surrogate pair (\\ud800 … \\udfff), which is no character") from error
     if not isinstance(line, dict):
         raise ConfigError(f'{where}: a {type(line).__name__}, not an object; write {{"prompt": …, "data_source": …}}')
     if unknown := sorted(set(line) - LINE_KEYS):

@@ -170,7 +170,17 @@ def _read_text(fields: dict[str, Any], name: str) -> str | None:
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
         _malformed(f"{name} must be text")
+    if value is not None:
+        _check_characters(value, name)
     return value
+
+
+def _check_characters(text: str, name: str) -> None:
+    """JSON can spell half a surrogate pair, which is no character and which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        _malformed(f"{name} holds half a surrogate pair, which is no character")
 
 
 def _read_messages(value: object) -> list[dict[str, str]]:
@@ -181,6 +191,7 @@ def _read_messages(value: object) -> list[dict[str, str]]:
             _malformed(f"messages[{index}] must have role and content, and nothing else")
         if not all(isinstance(text, str) for text in message.values()):
             _malformed(f"messages[{index}]: role and content are text")
+        _check_characters(message["content"], f"messages[{index}].content")
         if message["role"] not in _ROLES:
             _invalid(f"messages[{index}].role must be one of {', '.join(sorted(_ROLES))}")
     return value

@@ -177,3 +177,12 @@ def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
 def test_a_negative_sequence_number_is_refused() -> None:
     with pytest.raises(ValueError, match="0 or more, not -1"):
         PromptSet([task("add")], seed=0).record_for(-1)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [('{"prompt": "\\ud800"}', "half a surrogate pair"), ('{"a":' * 100_000, "nested too deeply")],
+)
+def test_lines_that_no_tokenizer_or_parser_takes(tmp_path: Path, line: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        PromptSet([from_file(write_lines(tmp_path, line))], seed=0)
