@@ -83,12 +83,16 @@ class RolloutService:
             )
             store = await connect(config.redis.url)
             stack.push_async_callback(store.aclose)
+            held_out = prompts.held_out(config.eval.size)
+            records = [prompts.record_for(seq) for seq in range(config.num_prompts)]
+            records += itertools.chain(*held_out.values())
+            Renderer(config.student.model, max_len=config.student.max_model_len).check(records, config.routes)
             self._phase = "waiting for the teachers"
             max_len = await _unless_stopped(stop, check_teachers(config, key))
             renderer = Renderer(config.student.model, max_len=max_len)
-            held_out = prompts.held_out(config.eval.size)
-            upcoming = (prompts.record_for(seq) for seq in range(config.num_prompts))
-            renderer.check(itertools.chain(upcoming, *held_out.values()), config.routes)
+            if max_len < config.student.max_model_len:
+                renderer.check(records, config.routes)  # a teacher takes less than the student
+            del records
             self._phase = "starting the engine"
             sampler = self._make_sampler(renderer)
             stack.push_async_callback(sampler.close)

@@ -54,7 +54,8 @@ class Renderer:
             raise ConfigError(f"prompt {record.prompt_id} has no tokens: give it some text")
         if len(token_ids) >= self._max_len:
             raise ConfigError(
-                f"prompt {record.prompt_id} has {len(token_ids)} tokens and leaves no room for a response in "
+                f"prompt {record.prompt_id} ({_beginning(record)}) has {len(token_ids)} tokens and leaves no room for "
+                f"a response in "
                 f"{self._max_len}: shorten it, or raise student.max_model_len (and the teachers')"
             )
         return list(token_ids)
@@ -92,6 +93,12 @@ class Renderer:
                 "write `format: raw` and give `prompt`, or use a model with a template"
             )
         return self._tokenizer.apply_chat_template(record.messages, add_generation_prompt=True, tokenize=False)
+
+
+def _beginning(record: PromptRecord) -> str:
+    """The first words of a prompt, so that people find it in their file."""
+    text = record.prompt if record.messages is None else record.messages[-1]["content"]
+    return f"{(text or '')[:60]!r}…"
 
 
 def _stop_token_ids(model: Path, tokenizer: Any) -> list[int]:
