@@ -78,9 +78,7 @@ async def test_a_run_survives_kills_and_accounts_for_every_trajectory(
     assert re.search(r"error: the run in .* is finished: give --fresh", again.output())
 
 
-async def test_an_interrupted_run_leaves_nothing_running_and_resumes(
-    tmp_path: Path, run_service: Callable[..., Service]
-) -> None:
+async def test_an_interrupted_run_leaves_nothing_running(tmp_path: Path, run_service: Callable[..., Service]) -> None:
     config = demo_config(
         tmp_path, run={"steps": 4}, eval={"size": 8}, trainer={"batch_size": 32, "checkpoint_every": 2}
     )
