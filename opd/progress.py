@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 class Progress:
@@ -13,31 +15,47 @@ class Progress:
     def __init__(self, metrics: Path, *, steps: int) -> None:
         self._metrics = metrics
         self._steps = steps
-        self._offset = 0
-        self.last_step = 0
+        self._file: BinaryIO | None = None
+        self._last_time = 0.0
 
     def skip_existing(self) -> None:
         """Do not print what an earlier process of this run has written."""
-        if self._metrics.exists():
-            self._offset = self._metrics.stat().st_size
+        for record in self._new():
+            self._last_time = record["time"]
 
     def show_new(self) -> None:
         """Print all whole lines that were added."""
-        if not self._metrics.exists():
-            return
-        size = self._metrics.stat().st_size
-        if size < self._offset:
-            self._offset = 0  # a resumed trainer rewrote the file without the steps after its checkpoint
-        with self._metrics.open("rb") as lines:
-            lines.seek(self._offset)
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break
-                self._offset += len(line)
-                record = json.loads(line)
-                if record["step"] > self.last_step:
-                    self.last_step = record["step"]
-                    print(describe(record, self._steps), flush=True)
+        for record in self._new():
+            # a resumed trainer starts a new file with the steps up to its checkpoint, which were shown before
+            if record["time"] > self._last_time:
+                self._last_time = record["time"]
+                print(describe(record, self._steps), flush=True)
+
+    def _new(self) -> Iterator[dict[str, Any]]:
+        """Records not yielded before, then those of the file that has taken its place, if one has."""
+        while True:
+            if self._file is not None:
+                yield from self._whole_lines(self._file)
+            try:
+                current = self._metrics.open("rb")
+            except FileNotFoundError:
+                return
+            if self._file is not None:
+                if os.path.sameopenfile(self._file.fileno(), current.fileno()):
+                    current.close()
+                    return
+                self._file.close()
+            self._file = current
+
+    @staticmethod
+    def _whole_lines(file: BinaryIO) -> Iterator[dict[str, Any]]:
+        while True:
+            start = file.tell()
+            line = file.readline()
+            if not line.endswith(b"\n"):
+                file.seek(start)
+                return
+            yield json.loads(line)
 
 
 def describe(record: dict[str, Any], steps: int) -> str:

@@ -48,12 +48,17 @@ def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
 
 
 class StepLog:
-    """`metrics.jsonl`: one object per step. A resumed run cuts off the steps after its checkpoint."""
+    """`metrics.jsonl`: one object per step. A resumed run starts a new file with the steps up to its checkpoint.
+
+    Never shortened in place: who follows the file would go on in the middle of a line.
+    """
 
     def __init__(self, path: Path, *, last_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in _lines(path) if json.loads(line)["step"] <= last_step]
-        path.write_text("".join(kept))
+        aside = path.with_name(path.name + ".tmp")
+        aside.write_text("".join(kept))
+        aside.rename(path)
         self._file = path.open("a")
 
     def write(self, record: dict[str, Any]) -> None:
