@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 
 from shared.errors import TeacherError, WireError
+from shared.prefix import PREFIX_HEADER, prefix_key
 from shared.wire import MSGPACK, LogprobsRequest, LogprobsResponse, decode_response, encode_request
 
 MAX_TRIES = 12
@@ -78,6 +79,9 @@ class LogprobsClient:
         headers = {"content-type": MSGPACK, "accept": MSGPACK, "x-teacher": teacher}
         if request.token_ids is not None:
             headers["x-num-tokens"] = str(request.num_tokens)
+            if request.token_ids and request.prompt_len:
+                prompt = np.asarray(request.token_ids[0][: request.prompt_len[0]], dtype="<i4")
+                headers[PREFIX_HEADER] = prefix_key(prompt.tobytes())
         body, content_type = await self._call(
             "POST", "/logprobs", headers, encode_request(request), _max_answer_bytes(request)
         )

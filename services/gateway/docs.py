@@ -31,6 +31,7 @@ LOGPROBS: dict[str, Any] = {
     "parameters": [
         _header("x-teacher", "Teacher name; the body then passes through unread"),
         _header("x-num-tokens", "Tokens in the request, for balancing"),
+        _header("x-prefix-key", "Names the prompt: requests with the same one go to one replica while it has room"),
         _header("x-timeout-s", "Seconds that the answer may take, at most the gateway's own limit"),
         _header("x-request-id", "Shown in logs and passed on; made up when absent"),
     ],

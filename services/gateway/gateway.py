@@ -104,7 +104,8 @@ class Gateway:
             if named := headers.get(routing.TEACHER_HEADER):
                 teacher = routing.find_pool(self.pools, named).name
             body = await self._read_body(request, limit_s)
-            pool = routing.find_pool(self.pools, routing.teacher_name(headers, body))
+            route = routing.read(headers, body)
+            pool = routing.find_pool(self.pools, route.teacher)
             teacher = pool.name
             inbound = Inbound(
                 request_id=request_id,
@@ -113,6 +114,7 @@ class Gateway:
                 | {routing.REQUEST_ID_HEADER: request_id},
                 num_tokens=routing.num_tokens(headers, len(body)),
                 deadline=started + limit_s,
+                prefix_key=route.prefix_key,
             )
             self.metrics.request_bytes.labels(teacher).inc(len(body))
             outcome = await _unless_gone(request.receive, self.proxy.forward(pool, inbound))

@@ -2,6 +2,7 @@
 
 Balancing is least outstanding tokens with two random choices: several gateways side by side, each knowing only its own
 requests, then still spread the load, where "the least loaded of all" would send every gateway to the same replica.
+Requests that name their prompt go to the replica that has it in its cache, as long as that is not too busy.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import random
 from collections.abc import Collection
 from typing import Any
 
+from services.gateway import affinity
 from services.gateway.replica import Replica
 from shared import log
 
@@ -35,16 +37,21 @@ class Pool:
     def is_ready(self) -> bool:
         return any(replica.is_serving for replica in self.replicas)
 
-    def choose(self, exclude: Collection[Replica] = ()) -> Replica | None:
+    def choose(self, exclude: Collection[Replica] = (), prefix_key: str | None = None) -> Replica | None:
         """The replica for the next request, or None when none outside `exclude` may take it.
 
         A replica on trial takes one request at a time, unless there is nobody else.
+
+        Args:
+            prefix_key: names the request's prompt; None for one that shares its prompt with no other.
         """
         candidates = [replica for replica in self.replicas if replica.is_open and replica not in exclude]
         if not candidates:
             candidates = [replica for replica in self.replicas if replica.is_serving and replica not in exclude]
         if not candidates:
             return None
+        if prefix_key is not None and (home := affinity.home(prefix_key, candidates)):
+            return home
         # sample() shuffles, so that equal loads are shared evenly
         return min(self._rng.sample(candidates, min(2, len(candidates))), key=Replica.load)
 

@@ -42,6 +42,7 @@ class Inbound:
     Attributes:
         headers: what is sent to the replica, nothing else of the client's headers is.
         deadline: on the clock of time.monotonic.
+        prefix_key: names the group of requests with the same prompt.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class Inbound:
     headers: dict[str, str]
     num_tokens: int
     deadline: float
+    prefix_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class Proxy:
                 detail names them and their last errors), 504 when the deadline passed.
         """
         failures: dict[Replica, Failure] = {}
-        while len(failures) < MAX_ATTEMPTS and (replica := pool.choose(exclude=failures)):
+        while len(failures) < MAX_ATTEMPTS and (replica := pool.choose(failures, inbound.prefix_key)):
             left_s = inbound.deadline - time.monotonic()
             if left_s <= _CLOCK_SLACK_S:
                 break

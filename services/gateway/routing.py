@@ -1,18 +1,22 @@
-"""Reading as little of a request as routing needs: the teacher's name, the size in tokens, the time allowed.
+"""Reading as little of a request as routing needs: the teacher's name, the group of requests that share its prompt,
+the size in tokens, the time allowed.
 
-A request that names its teacher in the header is never decoded.
+A request that names its teacher in the header is not decoded for any of these.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgpack
 
 from shared.errors import Problem
+from shared.prefix import PREFIX_HEADER, prefix_key
 
 TEACHER_HEADER = "x-teacher"
 NUM_TOKENS_HEADER = "x-num-tokens"
@@ -24,35 +28,39 @@ MAX_DECODED_BYTES = 2**20
 
 _BYTES_PER_TOKEN = 4
 _MAX_BYTES_PER_TOKEN = 8192  # a row of 1,024 candidate ids as JSON text
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SHORT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 PoolT = TypeVar("PoolT")
 
 
-def teacher_name(headers: Mapping[str, str], body: bytes) -> str:
-    """The teacher that a request asks for: its header, else the field `model` of its body.
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request goes.
+
+    Attributes:
+        prefix_key: names its prompt; None when the client does not name it and the body was not read.
+    """
+
+    teacher: str
+    prefix_key: str | None
+
+
+def read(headers: Mapping[str, str], body: bytes) -> Route:
+    """The route of a request: its headers, else what its body says.
 
     Raises:
-        Problem: 400, 413 or 415, saying how to name the teacher.
+        Problem: 400, 413 or 415, saying how to name the teacher or the prompt.
     """
-    if name := headers.get(TEACHER_HEADER):
-        return name
-    media_type = headers.get("content-type", "").split(";", 1)[0].strip().lower()
-    if media_type not in ("application/json", "application/msgpack", "application/x-msgpack"):
-        raise Problem(
-            "opd:media-type", f"content-type {media_type[:60]!r}: send application/json or application/msgpack"
-        )
-    if len(body) > MAX_DECODED_BYTES:
-        raise Problem(
-            "opd:too-large",
-            f"a body of {len(body)} bytes is not decoded to find its teacher (at most {MAX_DECODED_BYTES}): "
-            f"name the teacher in the header {TEACHER_HEADER}",
-        )
-    fields = _decode(body, is_json=media_type == "application/json")
-    name = fields.get("model") if isinstance(fields, dict) else None
-    if not isinstance(name, str) or not name:
+    key = headers.get(PREFIX_HEADER)
+    if key is not None and not _SHORT_NAME.fullmatch(key):
+        raise Problem("opd:malformed", f"{PREFIX_HEADER} must be 1 to 64 letters, digits, dots, dashes or underscores")
+    if teacher := headers.get(TEACHER_HEADER):
+        return Route(teacher, key)
+    fields = _read_fields(headers, body)
+    teacher = fields.get("model")
+    if not isinstance(teacher, str) or not teacher:
         raise Problem("opd:malformed", f"no teacher is named: set `model` in the body or the header {TEACHER_HEADER}")
-    return name
+    return Route(teacher, key or _prompt_key(fields))
 
 
 def find_pool(pools: Mapping[str, PoolT], name: str) -> PoolT:
@@ -95,7 +103,36 @@ def timeout_s(headers: Mapping[str, str], limit_s: float) -> float:
 def request_id(headers: Mapping[str, str]) -> str | None:
     """The client's request id if it is safe to log and to pass on."""
     text = headers.get(REQUEST_ID_HEADER, "")
-    return text if _REQUEST_ID.fullmatch(text) else None
+    return text if _SHORT_NAME.fullmatch(text) else None
+
+
+def _read_fields(headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+    media_type = headers.get("content-type", "").split(";", 1)[0].strip().lower()
+    if media_type not in ("application/json", "application/msgpack", "application/x-msgpack"):
+        raise Problem(
+            "opd:media-type", f"content-type {media_type[:60]!r}: send application/json or application/msgpack"
+        )
+    if len(body) > MAX_DECODED_BYTES:
+        raise Problem(
+            "opd:too-large",
+            f"a body of {len(body)} bytes is not decoded to find its teacher (at most {MAX_DECODED_BYTES}): "
+            f"name the teacher in the header {TEACHER_HEADER}",
+        )
+    fields = _decode(body, is_json=media_type == "application/json")
+    return fields if isinstance(fields, dict) else {}
+
+
+def _prompt_key(fields: dict[str, Any]) -> str | None:
+    """The same key that our own client makes of the first sequence's prompt; None where there is no prompt to see."""
+    try:
+        if text := fields.get("prompt") or fields.get("messages"):
+            return prefix_key(repr(text).encode(errors="replace"))
+        ids, length = fields["token_ids"][0], fields["prompt_len"][0]
+        if isinstance(ids, dict):
+            return prefix_key(bytes(ids["data"][: 4 * length]))
+        return prefix_key(struct.pack(f"<{length}i", *ids[:length]))
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError, struct.error):
+        return None  # not a request that a teacher takes: it says why better than can be said here
 
 
 def _decode(body: bytes, *, is_json: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -80,14 +81,20 @@ class Bed:
 
 @asynccontextmanager
 async def steady_load(url: str, clients: int = 8) -> AsyncIterator[Counter[int | str]]:
-    """Clients that ask without a pause; yields what they got so far: statuses, or the names of connection errors."""
+    """Clients that ask without a pause, each time with another prompt.
+
+    Yields what they got so far: statuses, or the names of connection errors.
+    """
     results: Counter[int | str] = Counter()
     stop = asyncio.Event()
 
+    numbers = itertools.count()
+
     async def ask(client: httpx.AsyncClient) -> None:
         while not stop.is_set():
+            body = BODY | {"token_ids": [[next(numbers), 2, 3, 4]]}
             try:
-                response = await client.post(f"{url}/logprobs", json=BODY, timeout=60)
+                response = await client.post(f"{url}/logprobs", json=body, timeout=60)
                 assert response.status_code != 200 or response.json()["results"][0]["logprobs"] == [-3.0, -4.0]
                 results[response.status_code] += 1
             except httpx.HTTPError as error:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 
 import msgpack
+import numpy as np
 import pytest
 
 from services.gateway import routing
 from shared.errors import Problem
+from shared.prefix import prefix_key
+from shared.wire import LogprobsRequest, encode_request
 
 JSON = {"content-type": "application/json"}
 MSGPACK = {"content-type": "application/msgpack"}
@@ -16,21 +19,21 @@ MSGPACK = {"content-type": "application/msgpack"}
 
 def problem_of(headers: dict[str, str], body: bytes) -> Problem:
     with pytest.raises(Problem) as caught:
-        routing.teacher_name(headers, body)
+        routing.read(headers, body)
     return caught.value
 
 
 def test_the_header_names_the_teacher_and_the_body_is_not_decoded():
-    assert routing.teacher_name({"x-teacher": "math"}, b"\xff not a body at all") == "math"
+    assert routing.read({"x-teacher": "math"}, b"\xff not a body at all").teacher == "math"
 
 
 @pytest.mark.parametrize("headers", [JSON, {"content-type": "Application/JSON; charset=utf-8"}])
 def test_model_of_a_json_body(headers):
-    assert routing.teacher_name(headers, json.dumps({"top_k": 1, "model": "chat"}).encode()) == "chat"
+    assert routing.read(headers, json.dumps({"top_k": 1, "model": "chat"}).encode()).teacher == "chat"
 
 
 def test_model_of_a_msgpack_body():
-    assert routing.teacher_name(MSGPACK, msgpack.packb({"token_ids": [[1, 2]], "model": "chat"})) == "chat"
+    assert routing.read(MSGPACK, msgpack.packb({"token_ids": [[1, 2]], "model": "chat"})).teacher == "chat"
 
 
 @pytest.mark.parametrize(
@@ -98,3 +101,55 @@ def test_request_ids_that_could_break_a_log_are_replaced():
     assert routing.request_id({"x-request-id": "a-1.B_c"}) == "a-1.B_c"
     for text in ("", "a b", "a\nb", "x" * 65, "ü"):
         assert routing.request_id({"x-request-id": text}) is None
+
+
+def test_the_prompt_is_named_by_the_header_or_found_in_a_body_that_is_decoded_anyway():
+    key = prefix_key(np.array([7, 8], "<i4").tobytes())
+    request = LogprobsRequest(token_ids=[[7, 8, 9], [1, 2]], prompt_len=[2, 1], model="math")
+    fields = {"model": "math", "token_ids": request.token_ids, "prompt_len": [2, 1]}
+    assert routing.read(MSGPACK, encode_request(request)) == routing.Route("math", key)
+    assert routing.read(MSGPACK, msgpack.packb(fields)).prefix_key == key
+    assert routing.read(JSON, json.dumps(fields).encode()).prefix_key == key
+    assert routing.read(JSON | {"x-prefix-key": "mine"}, json.dumps(fields).encode()).prefix_key == "mine"
+    assert routing.read({"x-teacher": "math", "x-prefix-key": "a-1"}, b"").prefix_key == "a-1"
+    assert routing.read({"x-teacher": "math"}, encode_request(request)).prefix_key is None
+
+
+def test_texts_with_one_prompt_are_a_group():
+    keys = [
+        routing.read(JSON, json.dumps({"model": "math", **fields}).encode()).prefix_key
+        for fields in (
+            {"prompt": "2+2=", "completion": "4"},
+            {"prompt": "2+2=", "completion": "5"},
+            {"prompt": "2+3=", "completion": "5"},
+            {"messages": [{"role": "user", "content": "\ud800"}], "completion": "5"},
+        )
+    ]
+    assert keys[0] == keys[1] and len(set(keys)) == 3 and None not in keys
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"token_ids": [], "prompt_len": []},
+        {"token_ids": [[1, 2]], "prompt_len": [3]},
+        {"token_ids": [[1, 2]], "prompt_len": [-1]},
+        {"token_ids": [[1, 2]], "prompt_len": [10**4000]},
+        {"token_ids": [[1, 2]], "prompt_len": [1.5]},
+        {"token_ids": [[2**40, 2]], "prompt_len": [1]},
+        {"token_ids": ["ab"], "prompt_len": [1]},
+        {"token_ids": [{"data": 5}], "prompt_len": [1]},
+        {"token_ids": {"data": 5}, "prompt_len": "x"},
+        {"token_ids": 3, "prompt_len": 3},
+    ],
+)
+def test_bodies_that_no_teacher_takes_have_no_group(fields):
+    assert routing.read(JSON, json.dumps({"model": "math", **fields}).encode()) == routing.Route("math", None)
+
+
+@pytest.mark.parametrize("key", ["", "a b", "x" * 65, "ü", "a\n"])
+def test_a_prefix_key_is_short_and_plain(key):
+    with pytest.raises(Problem) as caught:
+        routing.read({"x-teacher": "math", "x-prefix-key": key}, b"")
+    assert caught.value.status == 400 and "x-prefix-key" in caught.value.detail
