@@ -64,16 +64,15 @@ def check_ports(config: RunConfig) -> None:
 def check_disk(config: RunConfig) -> None:
     """The run's folder is writable and has room for checkpoints and weight pushes."""
     folder = config.run.dir
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.dir {folder} cannot be made: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"run.dir {folder} is not writable for this user")
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise ConfigError(f"run.dir {folder} cannot be made: {place} is a file")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.dir {folder} cannot be used: {place} is not writable for this user")
     needed = needed_bytes(config)
     # What an earlier process of this run has written is part of what it needs.
     there = sum(file.stat().st_size for part in _BIG_PARTS for file in (folder / part).rglob("*") if file.is_file())
-    free = shutil.disk_usage(folder).free + there
+    free = shutil.disk_usage(place).free + there
     if free < needed:
         raise ConfigError(
             f"run.dir {folder} has {free / 2**20:,.0f} MiB free, checkpoints and weight pushes need "

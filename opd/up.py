@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
-import os
-import shutil
 import signal
 import sys
 import time
@@ -15,15 +12,13 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
-from opd import preflight
+from opd import preflight, run_folder
 from opd.embedded_redis import forget_run, redis_process, wait_ready
 from opd.processes import Process, stop_all
 from opd.progress import Progress
 from opd.report import report_run, summary_table
 from shared.config import RunConfig
-from shared.errors import ConfigError, RunFailed
+from shared.errors import RunFailed
 
 _POLL_S = 0.25
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -45,11 +40,11 @@ def up(config: RunConfig, *, fresh: bool) -> int:
     """
     started = time.monotonic()
     with _signals(), contextlib.ExitStack() as stack:
-        stack.enter_context(_only_one(config.run.dir))
+        stack.enter_context(run_folder.only_one(config.run.dir))
         preflight.check(config)
-        _prepare_folder(config.run.dir, fresh=fresh)
+        run_folder.prepare(config, fresh=fresh)
         url, servers = _start_redis(config, stack, fresh=fresh)
-        services = _services(config, _write_resolved(config, url))
+        services = _services(config, run_folder.write_parts(config, url))
         stack.callback(_stop, services)
         _start(services, config)
         _follow(servers + services, config)
@@ -58,36 +53,6 @@ def up(config: RunConfig, *, fresh: bool) -> int:
     print(f"\nreport: {config.run.dir / 'report.json'}, {config.run.dir / 'report.html'}")
     print(f"student: {config.run.dir / 'student'} (loads in plain transformers)")
     return _verdict(report)
-
-
-def _prepare_folder(folder: Path, *, fresh: bool) -> None:
-    if fresh and folder.exists():
-        known = {"redis", "logs", "weights", "checkpoints", "student", "config.yaml", "metrics.jsonl", "ledger.jsonl"}
-        strange = {item.name for item in folder.iterdir()} - known - {"report.json", "report.html", "evaluations.json"}
-        if strange:
-            raise ConfigError(
-                f"--fresh would delete {folder}, but it holds {sorted(strange)[0]}, which no run of opd made"
-            )
-        shutil.rmtree(folder)
-    if (folder / "report.json").exists():
-        raise ConfigError(f"the run in {folder} is finished: give --fresh to start it anew, or another --set run.dir=…")
-
-
-@contextlib.contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """Holds a lock beside the run's folder, so that a second `opd up` cannot delete or mix up one that goes on."""
-    lock = folder.with_name(folder.name + ".lock")
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        handle = lock.open("w")
-    except OSError as error:
-        raise ConfigError(f"run.dir {folder} cannot be used: {lock}: {error.strerror}") from error
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"another `opd up` is running in {folder}: stop it, or take another run.dir") from error
-        yield
 
 
 def _start_redis(config: RunConfig, stack: contextlib.ExitStack, *, fresh: bool) -> tuple[str, list[Process]]:
@@ -103,23 +68,18 @@ def _start_redis(config: RunConfig, stack: contextlib.ExitStack, *, fresh: bool)
     return url, [process]
 
 
-def _write_resolved(config: RunConfig, url: str) -> Path:
-    """The configuration with the Redis url filled in: what every service reads."""
-    tree = config.model_dump(mode="json")
-    tree["redis"]["url"] = url
-    path = config.run.dir / "config.yaml"
-    with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:  # the url may hold a password
-        yaml.safe_dump(tree, out, sort_keys=False)
-    return path
-
-
-def _services(config: RunConfig, path: Path) -> list[Process]:
-    def process(name: str, module: str, *arguments: str) -> Process:
-        argv = [sys.executable, "-m", module, "--config", str(path), *arguments]
+def _services(config: RunConfig, parts: dict[str, Path]) -> list[Process]:
+    def process(name: str, module: str, *arguments: str, part: str | None = None) -> Process:
+        argv = [sys.executable, "-m", module, "--config", str(parts[part or name]), *arguments]
         return Process(name, argv, config.run.dir / "logs" / f"{name}.log")
 
     teachers = [
-        process(f"teacher-{name}-{replica}", "services.teacher", "--name", name, "--replica", str(replica))
+        process(
+            f"teacher-{name}-{replica}",
+            "services.teacher",
+            *("--name", name, "--replica", str(replica)),
+            part=f"teacher-{name}",
+        )
         for name, teacher in config.teachers.items()
         for replica in range(len(teacher.ports))
     ]

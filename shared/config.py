@@ -1,14 +1,14 @@
 """The configuration of a run: one YAML file, checked before anything starts. Every default of the system lives here.
 
-`load_run` reads the file, applies `--set dotted.key=value` overrides and validates; a service then takes the sections
-it needs with `select` and never sees the rest. Relative paths are relative to the working directory.
+`load_run` reads the file, applies `--set dotted.key=value` overrides and validates. A service gets its part of it only
+(`shared/parts.py`). Relative paths are relative to the working directory.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,11 +16,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shared.errors import ConfigError
+from shared.overrides import apply_override
 
 Dtype = Literal["float32", "bfloat16"]
 LossName = Literal["forward_kl", "policy_gradient"]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 ServiceName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 
 
@@ -47,13 +49,18 @@ class StudentSection(Section):
     max_model_len: Positive
 
 
-class TeacherSection(Section):
-    """One teacher, served by one replica per port, and what its opinion counts for in the loss."""
+class ReplicasSection(Section):
+    """Where the replicas of one teacher listen, one per port."""
+
+    host: str = "127.0.0.1"
+    ports: list[Port] = Field(default=[8101], min_length=1)
+
+
+class TeacherSection(ReplicasSection):
+    """One teacher, and what its opinion counts for in the loss."""
 
     model: Path
     dtype: Dtype = "bfloat16"
-    host: str = "127.0.0.1"
-    ports: list[Port] = Field(default=[8101], min_length=1)
     max_model_len: Positive = 4096
     max_top_k: Positive = 256
     max_num_batched_tokens: Annotated[int, Field(ge=32, le=2048)] = 2048
@@ -154,7 +161,7 @@ class TrainerSection(Section):
     batch_size: Positive = 64
     microbatch_tokens: Positive = 2048
     lr: Annotated[float, Field(gt=0)] = 1e-5
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
@@ -206,37 +213,46 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _agrees(self) -> RunConfig:
+        faults = [*self._route_faults(), *self._teacher_faults(), *self._batch_faults()]
+        if faults:
+            raise ValueError("; ".join(faults))
+        return self
+
+    def _route_faults(self) -> Iterator[str]:
         for data_source, teacher in self.routes.items():
             if teacher not in self.teachers:
                 known = ", ".join(sorted(self.teachers))
-                raise ValueError(f"routes.{data_source}: there is no teacher {teacher!r}; known teachers: {known}")
+                yield (
+                    f"routes.{data_source}: there is no teacher {teacher!r}; did you mean "
+                    f"{nearest(teacher, self.teachers)!r}? Known teachers: {known}"
+                )
         for source in self.prompts.sources:
             if source.data_source not in self.routes:
-                raise ValueError(
+                yield (
                     f"data_source {source.data_source!r} has no teacher: "
                     f"add `{source.data_source}: TEACHER` under routes"
                 )
-        for name, teacher_ in self.teachers.items():
+
+    def _teacher_faults(self) -> Iterator[str]:
+        for name, teacher in self.teachers.items():
             if name not in self.routes.values():
-                raise ValueError(f"teachers.{name}: no data_source is routed to it; add one under routes or remove it")
-            if teacher_.loss == "forward_kl" and self.rollout.top_k < 1:
-                raise ValueError(f"teachers.{name}.loss forward_kl needs rollout.top_k of at least 1")
-            if self.rollout.top_k > teacher_.max_top_k:
-                raise ValueError(
-                    f"rollout.top_k={self.rollout.top_k} is over teachers.{name}.max_top_k={teacher_.max_top_k}: "
+                yield f"teachers.{name}: no data_source is routed to it; add one under routes or remove it"
+            if teacher.loss == "forward_kl" and self.rollout.top_k < 1:
+                yield f"teachers.{name}.loss forward_kl needs rollout.top_k of at least 1"
+            if self.rollout.top_k > teacher.max_top_k:
+                yield (
+                    f"rollout.top_k={self.rollout.top_k} is over teachers.{name}.max_top_k={teacher.max_top_k}: "
                     "lower the one or raise the other"
                 )
-        self._check_batches()
-        return self
 
-    def _check_batches(self) -> None:
+    def _batch_faults(self) -> Iterator[str]:
         if self.trainer.batch_size % self.rollout.n:
-            raise ValueError(
+            yield (
                 f"trainer.batch_size={self.trainer.batch_size} must be a multiple of rollout.n={self.rollout.n}, "
                 "since a prompt's completions arrive together"
             )
         if self.rollout.max_tokens >= self.student.max_model_len:
-            raise ValueError(
+            yield (
                 f"rollout.max_tokens={self.rollout.max_tokens} leaves no room for a prompt in "
                 f"student.max_model_len={self.student.max_model_len}"
             )
@@ -264,6 +280,14 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: names the file, the key, what is wrong with it and what to write instead.
     """
+    tree = read_tree(path)
+    for override in overrides:
+        apply_override(tree, override)
+    return parse(RunConfig, tree, origin=str(path))
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """A configuration file as it stands. ConfigError when it cannot be read or holds no sections."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -274,9 +298,7 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections (run, student, teachers, routes, prompts, …)")
-    for override in overrides:
-        _apply_override(tree, override)
-    return parse(RunConfig, tree, origin=str(path))
+    return tree
 
 
 def parse(model: type[ConfigT], tree: dict[str, Any], *, origin: str) -> ConfigT:
@@ -288,9 +310,9 @@ def parse(model: type[ConfigT], tree: dict[str, Any], *, origin: str) -> ConfigT
         raise ConfigError(f"{origin}: " + "; ".join(lines)) from error
 
 
-def select(view: type[ConfigT], run: RunConfig) -> ConfigT:
-    """The part of a run's configuration that a service asks for: the sections that are fields of `view`."""
-    return view.model_validate({name: getattr(run, name) for name in view.model_fields})
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The one of `known`, which is not empty, that is most like `word`."""
+    return difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)[0]
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -330,48 +352,6 @@ def check_model_folder(path: Path, *, setting: str) -> None:
             ) from error
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, sign, text = override.partition("=")
-    if not sign or not key:
-        raise ConfigError(f"--set {override}: write it as dotted.key=value")
-    node: Any = tree
-    parts = key.split(".")
-    for part in parts[:-1]:
-        if isinstance(node, list):
-            node = _list_item(node, part, override)
-        else:
-            if node.get(part) is None:
-                node[part] = {}
-            node = node[part]
-        if not isinstance(node, dict | list):
-            raise ConfigError(f"--set {override}: {part!r} is a value, not a section")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override}: the value is not YAML") from error
-    if isinstance(value, str):
-        value = _number(value)
-    if isinstance(node, list):
-        _list_item(node, parts[-1], override)
-        node[int(parts[-1])] = value
-    else:
-        node[parts[-1]] = value
-
-
-def _number(text: str) -> str | float:
-    """YAML 1.1 takes 1e-5 for a string; people mean a number."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _list_item(items: list[Any], index: str, override: str) -> Any:
-    if not index.isdigit() or int(index) >= len(items):
-        raise ConfigError(f"--set {override}: {index!r} is not an index into a list of {len(items)}")
-    return items[int(index)]
-
-
 def _explain(model: type[BaseModel], item: Any) -> str:
     location = ".".join(str(part) for part in item["loc"])
     if item["type"] != "extra_forbidden":
@@ -379,8 +359,7 @@ def _explain(model: type[BaseModel], item: Any) -> str:
         return f"{location}: {message}" if location else message
     key = str(item["loc"][-1])
     known = _known_keys(model, item["loc"][:-1])
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+    hint = f"did you mean {nearest(key, known)!r}?" if known else "it has no keys"
     return f"{location}: unknown key; {hint}"
 
 

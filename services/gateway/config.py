@@ -14,13 +14,11 @@ from shared.config import (
     GatewaySection,
     Section,
     ServiceName,
-    TeacherSection,
     add_config_arguments,
-    load_run,
     parse,
-    select,
 )
 from shared.errors import ConfigError
+from shared.parts import GatewayPart, load_part
 
 
 def _check_url(text: str) -> str:
@@ -53,11 +51,6 @@ class GatewayConfig(Section):
     teachers: dict[ServiceName, Annotated[list[ReplicaUrl], Field(min_length=1)]] = Field(min_length=1)
 
 
-class _RunView(Section):
-    gateway: GatewaySection
-    teachers: dict[ServiceName, TeacherSection]
-
-
 def load(argv: Sequence[str] | None = None) -> GatewayConfig:
     """The configuration from the command line, and from a run's file where one is named.
 
@@ -75,10 +68,10 @@ def load(argv: Sequence[str] | None = None) -> GatewayConfig:
     if (args.config is None) == (not args.teacher):
         raise ConfigError("name the teachers either with --teacher NAME=http://HOST:PORT or with --config FILE")
     if args.config is not None:
-        view = select(_RunView, load_run(args.config, args.overrides))
-        gateway: dict[str, Any] = view.gateway.model_dump()
+        part = load_part(GatewayPart, args.config, args.overrides)
+        gateway: dict[str, Any] = part.gateway.model_dump()
         teachers = {
-            name: [_url(section.host, port) for port in section.ports] for name, section in view.teachers.items()
+            name: [_url(section.host, port) for port in section.ports] for name, section in part.teachers.items()
         }
     else:
         gateway = _read_overrides(args.overrides)

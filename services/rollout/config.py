@@ -8,36 +8,12 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.config import (
-    EvalSection,
-    FlowSection,
-    GatewaySection,
-    PromptsSection,
-    RedisSection,
-    RolloutSection,
-    RunSection,
-    Section,
-    StudentSection,
-    TrainerSection,
-    add_config_arguments,
-    load_run,
-    select,
-)
+from shared.config import add_config_arguments
+from shared.parts import RolloutPart, load_part
 
 
-class RolloutConfig(Section):
-    """The sections that a worker reads. Of the trainer's only the batch size counts: the gate is measured in steps."""
-
-    run: RunSection
-    student: StudentSection
-    routes: dict[str, str]
-    prompts: PromptsSection
-    gateway: GatewaySection
-    redis: RedisSection
-    rollout: RolloutSection
-    flow: FlowSection
-    trainer: TrainerSection
-    eval: EvalSection
+class RolloutConfig(RolloutPart):
+    """A worker's part of the run, and what follows from it."""
 
     @property
     def gateway_url(self) -> str:
@@ -69,6 +45,6 @@ def load(argv: Sequence[str] | None = None) -> Arguments:
         "--port", type=int, default=None, help="port of /healthz /readyz /metrics; default rollout.port"
     )
     arguments = parser.parse_args(argv)
-    config = select(RolloutConfig, load_run(arguments.config, arguments.overrides))
+    config = load_part(RolloutConfig, arguments.config, arguments.overrides)
     worker = arguments.worker_id or f"{socket.gethostname()}-{os.getpid()}"
     return Arguments(config, worker, arguments.port or config.rollout.port)

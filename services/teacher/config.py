@@ -16,10 +16,10 @@ from shared.config import (
     TeacherSection,
     add_config_arguments,
     check_model_folder,
-    load_run,
     parse,
 )
 from shared.errors import ConfigError
+from shared.parts import TeacherPart, load_part
 
 
 class TeacherConfig(Section):
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _from_run(arguments: argparse.Namespace, settings: dict[str, Any]) -> TeacherConfig:
     overrides = [*arguments.overrides, *(f"teachers.{arguments.name}.{key}={settings[key]}" for key in settings)]
-    teachers = load_run(arguments.config, overrides).teachers
+    teachers = load_part(TeacherPart, arguments.config, overrides).teachers
     if arguments.name not in teachers:
         known = ", ".join(sorted(teachers))
         raise ConfigError(f"--name {arguments.name}: {arguments.config} has no such teacher; known teachers: {known}")

@@ -5,33 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from shared.config import (
-    EvalSection,
-    FlowSection,
-    RedisSection,
-    RolloutSection,
-    RunSection,
-    Section,
-    StudentSection,
-    TeacherSection,
-    TrainerSection,
-    add_config_arguments,
-    load_run,
-    select,
-)
+from shared.config import add_config_arguments
+from shared.parts import TrainerPart, load_part
 
-
-class TrainerConfig(Section):
-    """The sections that the trainer reads."""
-
-    run: RunSection
-    student: StudentSection
-    teachers: dict[str, TeacherSection]
-    redis: RedisSection
-    rollout: RolloutSection
-    flow: FlowSection
-    trainer: TrainerSection
-    eval: EvalSection
+TrainerConfig = TrainerPart
 
 
 def load(argv: Sequence[str] | None = None) -> TrainerConfig:
@@ -39,4 +16,4 @@ def load(argv: Sequence[str] | None = None) -> TrainerConfig:
     parser = argparse.ArgumentParser(prog="python -m services.trainer", description="Trains the student.")
     add_config_arguments(parser, required=True)
     arguments = parser.parse_args(argv)
-    return select(TrainerConfig, load_run(arguments.config, arguments.overrides))
+    return load_part(TrainerConfig, arguments.config, arguments.overrides)

@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 STEPS = 12
 
 
-def pids_of(config_file: Path) -> dict[str, int]:
-    """Processes that read the run's resolved configuration, by service module."""
+def pids_of(configs: Path) -> dict[str, int]:
+    """Processes that read a file of the run's folder `configs`, by service module."""
     found: dict[str, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -29,7 +29,7 @@ def pids_of(config_file: Path) -> dict[str, int]:
                 argv = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
             except OSError:
                 continue  # it ended meanwhile
-            if str(config_file) in argv and "-m" in argv:
+            if "-m" in argv and any(Path(argument).parent == configs for argument in argv):
                 found[argv[argv.index("-m") + 1]] = int(entry.name)
     return found
 
@@ -45,17 +45,17 @@ async def test_a_run_survives_kills_and_accounts_for_every_trajectory(
         rollout={"lease_s": 5.0},
     )
     run = run_service("opd", "up", "--config", config)
-    resolved, metrics = tmp_path / "run" / "config.yaml", tmp_path / "run" / "metrics.jsonl"
+    configs, metrics = tmp_path / "run" / "config", tmp_path / "run" / "metrics.jsonl"
 
     def steps_done() -> int:
         assert run.process.poll() is None or run.process.returncode == 0, run.output()[-4000:]
         return metrics.read_text().count("\n") if metrics.exists() else 0
 
     await wait_until(lambda: steps_done() >= 4, 240, "four steps")
-    os.kill(pids_of(resolved)["services.trainer"], signal.SIGKILL)
+    os.kill(pids_of(configs)["services.trainer"], signal.SIGKILL)
     await wait_until(lambda: "trainer ended unexpectedly" in run.output(), 20)
     await wait_until(lambda: "resumed" in (tmp_path / "run" / "logs" / "trainer.log").read_text(), 120)
-    os.kill(pids_of(resolved)["services.rollout"], signal.SIGKILL)
+    os.kill(pids_of(configs)["services.rollout"], signal.SIGKILL)
     await wait_until(lambda: run.process.poll() is not None, 300, "the end of the run")
     assert run.process.returncode == 0, run.output()[-4000:]
 
@@ -69,7 +69,7 @@ async def test_a_run_survives_kills_and_accounts_for_every_trajectory(
     for row in report["teachers"].values():
         assert row["accuracy"] >= 0.9
         assert row["kl_after"] < 0.8 * row["kl_before"]
-    assert pids_of(resolved) == {}
+    assert pids_of(configs) == {}
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "student")
     assert (tmp_path / "run" / "report.html").read_text().count("<svg") == 8
 
@@ -83,7 +83,7 @@ async def test_an_interrupted_run_leaves_nothing_running(tmp_path: Path, run_ser
         tmp_path, run={"steps": 4}, eval={"size": 8}, trainer={"batch_size": 32, "checkpoint_every": 2}
     )
     run = run_service("opd", "up", "--config", config)
-    resolved, metrics = tmp_path / "run" / "config.yaml", tmp_path / "run" / "metrics.jsonl"
+    configs, metrics = tmp_path / "run" / "config", tmp_path / "run" / "metrics.jsonl"
     await wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, 240, "two steps")
     assert run.stop(signal.SIGINT, 40) in (0, 130)
-    assert pids_of(resolved) == {}
+    assert pids_of(configs) == {}

@@ -30,9 +30,17 @@ def refusal(config: Path, *arguments: str) -> str:
     run = up(config, *arguments)
     assert run.returncode == 2, run.stdout + run.stderr
     assert run.stdout == ""
+    assert not (config.parent / "run.lock").exists()
     (line,) = run.stderr.splitlines()
     assert line.startswith("error: ")
     return line
+
+
+def test_a_refused_start_leaves_no_file_and_no_folder(tmp_path: Path) -> None:
+    config = demo_config(tmp_path)
+    here = sorted(tmp_path.rglob("*"))
+    refusal(config, "--set", f"run.dir={tmp_path / 'new' / 'runs' / 'one'}", "--set", "student.model=models/nothing")
+    assert sorted(tmp_path.rglob("*")) == here
 
 
 def test_a_missing_model_folder(tmp_path: Path) -> None:
@@ -91,13 +99,11 @@ def test_an_unknown_key(tmp_path: Path) -> None:
     assert "did you mean 'batch_size'?" in refusal(demo_config(tmp_path), "--set", "trainer.batchsize=3")
 
 
-def test_fresh_deletes_only_what_a_run_made(tmp_path: Path) -> None:
-    config = demo_config(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.txt").write_text("years of work")
-    line = refusal(config, "--fresh")
-    assert "which no run of opd made" in line
-    assert (tmp_path / "run" / "thesis.txt").exists()
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = load_run(demo_config(tmp_path), [f"run.dir={tmp_path / 'file' / 'run'}"])
+    with pytest.raises(ConfigError, match=r"cannot be made: .*file is a file"):
+        preflight.check_disk(run)
 
 
 def test_too_little_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from safetensors.numpy import save_file
 
 from services.rollout.config import RolloutConfig
 from services.rollout.sampler import Completion
-from shared.config import RunConfig, parse, select
+from shared.config import RunConfig, parse
 from shared.errors import Problem, WeightsError
+from shared.parts import select
 from shared.policy import Announcement, Canary
 from shared.tokenizer import tokenizer_hash
 from shared.weights import TensorBytes, write_push

@@ -4,16 +4,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import BaseModel
 
 from shared.config import (
-    FlowSection,
     RunConfig,
-    StudentSection,
     check_model_folder,
     load_run,
     parse,
-    select,
 )
 from shared.errors import ConfigError
 from tests.builders import make_run_tree
@@ -60,7 +56,10 @@ def test_smallest_run_is_valid() -> None:
             {"teachers": {"math": {"model": "m"}, "idle": {"model": "m"}}},
             "teachers.idle: no data_source is routed to it",
         ),
-        ({"routes": {"add": "maths"}}, "routes.add: there is no teacher 'maths'; known teachers: math"),
+        (
+            {"routes": {"add": "maths"}},
+            "routes.add: there is no teacher 'maths'; did you mean 'math'? Known teachers: math",
+        ),
         ({"routes": {"other": "math"}}, "data_source 'add' has no teacher: add `add: TEACHER` under routes"),
         ({"rollout": {"n": 3, "max_tokens": 8}}, "trainer.batch_size=64 must be a multiple of rollout.n=3"),
         ({"rollout": {"max_tokens": 64}}, "leaves no room for a prompt"),
@@ -68,6 +67,8 @@ def test_smallest_run_is_valid() -> None:
         ({"rollout": {"max_tokens": 8, "top_k": 0}}, "forward_kl needs rollout.top_k of at least 1"),
         ({"rollout": {"max_tokens": 8, "temperature": 0.7}}, "no loss here states an objective for that, so write 1.0"),
         ({"trainer": {"lr": -1}}, "trainer.lr: Input should be greater than 0"),
+        ({"trainer": {"betas": [0.9, 1.0]}}, "trainer.betas.1: Input should be less than 1"),
+        ({"trainer": {"betas": [-0.1, 0.9]}}, "trainer.betas.0: Input should be greater than or equal to 0"),
     ],
 )
 def test_faults_are_explained(sections: dict[str, object], said: str) -> None:
@@ -109,14 +110,11 @@ def test_unreadable_files(tmp_path: Path, text: str | None, said: str) -> None:
         load_run(file)
 
 
-def test_a_service_gets_only_its_sections() -> None:
-    class View(BaseModel):
-        student: StudentSection
-        flow: FlowSection
-
-    view = select(View, parse(RunConfig, make_run_tree(flow={"max_staleness": 9}), origin="run.yaml"))
-    assert view.flow.max_staleness == 9
-    assert not hasattr(view, "trainer")
+def test_a_misspelled_teacher_is_named_from_both_sides() -> None:
+    """The route that leads nowhere, and the teacher that nothing leads to because of it."""
+    text = _message(teachers={"math": {"model": "m"}, "spell": {"model": "m"}}, routes={"add": "math", "back": "spel"})
+    assert "routes.back: there is no teacher 'spel'; did you mean 'spell'?" in text
+    assert "teachers.spell: no data_source is routed to it" in text
 
 
 def test_model_folder_faults_name_the_file(tmp_path: Path) -> None:
