@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,12 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared.errors import EXIT_CONFIG, EXIT_FAILED
+from shared.errors import EXIT_CONFIG, EXIT_FAILED, SAID_CONFIG, SAID_DIED, SAID_FAILED
 
 STOP_TIMEOUT_S = 15.0
 _MAX_RESTARTS = 3
 _HEALTHY_S = 600.0
+_MAX_READ_BYTES = 2**20
 _PR_SET_PDEATHSIG = 1
+_EXCEPTION = re.compile(r"\b[A-Za-z_][\w.]*(?:Error|Exception)(?:: .*|$)")
+_RECORD_FRAME = ("time", "level", "service", "logger", "event", "exception")
 
 
 @dataclass
@@ -59,8 +64,12 @@ class Process:
         return self._popen.poll() if self._popen else None
 
     def may_restart(self) -> bool:
-        """Whether its end is worth another try: not after a refusal to start or a reasoned failure."""
-        if self.status() in (EXIT_CONFIG, EXIT_FAILED):
+        """Whether its end is worth another try: not after a refusal to start or a reasoned failure.
+
+        torchrun ends with status 1 whatever its ranks end with, so what they said counts as much as the status.
+        """
+        prefix, _ = self._last_words()
+        if self.status() in (EXIT_CONFIG, EXIT_FAILED) or prefix in (SAID_CONFIG, SAID_FAILED):
             return False
         return self.restarts < _MAX_RESTARTS or time.monotonic() - self._started_at > _HEALTHY_S
 
@@ -89,15 +98,30 @@ class Process:
         return clean
 
     def complaint(self) -> str:
-        """The reason that the process gave before it ended, else its last line and where to read on."""
-        said = self.log.read_bytes()[self._log_start :] if self.log.exists() else b""
-        lines = said.decode(errors="replace").splitlines()
-        for line in reversed(lines):
-            for prefix in ("error: ", "failed: ", "died: "):
-                if line.startswith(prefix):
-                    return line.removeprefix(prefix)
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        """The reason that the process gave before it ended, else the last error in its log and where to read on."""
+        prefix, reason = self._last_words()
+        if prefix:
+            return reason
+        lines = [line.strip() for line in self._said() if line.strip()]
+        errors = (found for line in reversed(lines) if (found := error_in(line)))
+        last = next(errors, lines[-1] if lines else "it said nothing")
         return f"{last[:300]} (exit status {self.status()}, log: {self.log})"
+
+    def _last_words(self) -> tuple[str, str]:
+        """How `run_main` began its last line, and the reason in it; two empty texts when there is none."""
+        for line in reversed(self._said()):
+            for prefix in (SAID_CONFIG, SAID_FAILED, SAID_DIED):
+                if line.startswith(prefix):
+                    return prefix, line.removeprefix(prefix)
+        return "", ""
+
+    def _said(self) -> list[str]:
+        """Lines of the log since the last start."""
+        if not self.log.exists():
+            return []
+        with self.log.open("rb") as log:
+            log.seek(max(self._log_start, self.log.stat().st_size - _MAX_READ_BYTES))
+            return log.read().decode(errors="replace").splitlines()
 
     def _kill_group(self) -> None:
         if self._popen is None:
@@ -106,6 +130,20 @@ class Process:
             os.killpg(self._popen.pid, signal.SIGKILL)
         except ProcessLookupError:
             return
+
+
+def error_in(line: str) -> str | None:
+    """What a log line says of an error: one of our records of that level, or the end of a traceback. Else None."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        found = _EXCEPTION.search(line)
+        return found.group() if found else None
+    if not isinstance(record, dict) or record.get("level") not in ("error", "critical"):
+        return None
+    details = [f"{key}={value}" for key, value in record.items() if key not in _RECORD_FRAME]
+    exception = str(record.get("exception", "")).strip().splitlines()[-1:]
+    return " ".join([str(record.get("event")), *details, *exception])
 
 
 def stop_all(processes: Sequence[Process]) -> list[str]:

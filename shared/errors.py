@@ -26,6 +26,10 @@ EXIT_FAILED = 3
 accident (1 is what Python exits with after an uncaught exception)."""
 
 
+SAID_CONFIG, SAID_FAILED, SAID_DIED = "error: ", "failed: ", "died: "
+"""How the last line of such a process begins, of an engine's death in the third place; the reason follows."""
+
+
 class OpdError(Exception):
     """Base of all errors raised on purpose."""
 
@@ -133,11 +137,11 @@ def run_main(main: Callable[[], None]) -> None:
     try:
         main()
     except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"{SAID_CONFIG}{error}\n")
         sys.exit(EXIT_CONFIG)
     except RunFailed as error:
-        sys.stderr.write(f"failed: {error}\n")
+        sys.stderr.write(f"{SAID_FAILED}{error}\n")
         sys.exit(EXIT_FAILED)
     except EngineDied as error:
-        sys.stderr.write(f"died: {error}\n")
+        sys.stderr.write(f"{SAID_DIED}{error}\n")
         sys.exit(1)
