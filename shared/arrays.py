@@ -69,7 +69,9 @@ def unpack(
         raise WireError(f"{name}: expected a map with dtype, shape and data, found {type(value).__name__}")
     dtype_name, dims, data = value["dtype"], value["shape"], value["data"]  # type: ignore[index]
     if not isinstance(dtype_name, str) or dtype_name not in dtypes or dtype_name not in _DTYPES:
-        raise WireError(f"{name}: dtype {str(dtype_name)[:20]!r} where one of {sorted(dtypes)} is expected")
+        # only text is shown: str() of a deeply nested list raises RecursionError
+        shown = repr(dtype_name[:20]) if isinstance(dtype_name, str) else type(dtype_name).__name__
+        raise WireError(f"{name}: dtype {shown} where one of {sorted(dtypes)} is expected")
     _check_shape(dims, shape, ndim, name)
     if not isinstance(data, bytes | bytearray | memoryview):
         raise WireError(f"{name}: data is {type(data).__name__}, expected bytes")

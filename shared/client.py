@@ -1,4 +1,6 @@
-"""Client of `POST /logprobs`, at the gateway or at a teacher: asks in msgpack, tries again, checks what comes back.
+"""Client of `POST /logprobs` and `/generate`, at the gateway or at a teacher.
+
+It asks in msgpack, tries again, and checks what comes back.
 
 What it returns fits the request: as many sequences, the same response ids, the arrays that were asked for.
 
@@ -11,8 +13,9 @@ import asyncio
 import random
 import time
 import uuid
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
@@ -20,6 +23,9 @@ import numpy as np
 from shared.errors import TeacherError, WireError
 from shared.prefix import PREFIX_HEADER, prefix_key
 from shared.wire import MSGPACK, LogprobsRequest, LogprobsResponse, decode_response, encode_request
+from shared.wire_generate import GenerateRequest, decode_generate_response, encode_generate_request
+
+ResponseT = TypeVar("ResponseT")
 
 MAX_TRIES = 12
 """Most times that one request is sent."""
@@ -76,21 +82,49 @@ class LogprobsClient:
             TeacherError: refused, not answered in time, or answered for other ids than asked. `retry_after_s` is None
                 where another try cannot help.
         """
-        headers = {"content-type": MSGPACK, "accept": MSGPACK, "x-teacher": teacher}
+        headers = {}
         if request.token_ids is not None:
             headers["x-num-tokens"] = str(request.num_tokens)
             if request.token_ids and request.prompt_len:
                 prompt = np.asarray(request.token_ids[0][: request.prompt_len[0]], dtype="<i4")
                 headers[PREFIX_HEADER] = prefix_key(prompt.tobytes())
-        body, content_type = await self._call(
-            "POST", "/logprobs", headers, encode_request(request), _max_answer_bytes(request)
-        )
-        try:
-            response = decode_response(body, content_type, _max_answer_bytes(request))
-        except WireError as error:
-            raise TeacherError(200, f"teacher {teacher!r} sent an unusable answer: {error}", 1.0) from error
+        max_bytes = _max_answer_bytes(request)
+        response = await self._post("/logprobs", teacher, headers, encode_request(request), decode_response, max_bytes)
         _check(request, response, teacher)
         return response
+
+    async def generate(self, request: GenerateRequest, teacher: str) -> list[list[int]]:
+        """Greedy continuations of all prompts of a request, at most `max_tokens` ids each, the stop token included.
+
+        Raises:
+            TeacherError: as for `score`.
+        """
+        max_bytes = _BASE_BYTES + 1024 * len(request.token_ids) + 4 * request.num_tokens
+        headers, content = {"x-num-tokens": str(request.num_tokens)}, encode_generate_request(request)
+        response = await self._post("/generate", teacher, headers, content, decode_generate_response, max_bytes)
+        if response.model != teacher:
+            raise TeacherError(200, f"asked teacher {teacher!r}, but {response.model!r} answered")
+        lengths = [len(ids) for ids in response.results]
+        if len(lengths) != len(request.token_ids) or not all(1 <= length <= request.max_tokens for length in lengths):
+            reason = f"asked for {len(request.token_ids)} continuations of 1 to {request.max_tokens} tokens"
+            raise TeacherError(200, f"teacher {teacher!r}: {reason}, got lengths {lengths}")
+        return response.results
+
+    async def _post(
+        self,
+        path: str,
+        teacher: str,
+        headers: dict[str, str],
+        content: bytes,
+        decode: Callable[[bytes, str, int], ResponseT],
+        max_bytes: int,
+    ) -> ResponseT:
+        headers |= {"content-type": MSGPACK, "accept": MSGPACK, "x-teacher": teacher}
+        body, content_type = await self._call("POST", path, headers, content, max_bytes)
+        try:
+            return decode(body, content_type, max_bytes)
+        except WireError as error:
+            raise TeacherError(200, f"teacher {teacher!r} sent an unusable answer: {error}", 1.0) from error
 
     async def info(self, teacher: str) -> dict[str, Any]:
         """What a teacher says of itself: model, fingerprint, vocabulary size, tokenizer hash, limits.

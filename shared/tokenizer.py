@@ -51,6 +51,20 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
     return value
 
 
+def stop_token_ids(folder: Path, eos_token_id: int | None) -> list[int]:
+    """End-of-sequence ids of the tokenizer, the generation config and the model config, without repetition.
+
+    Args:
+        eos_token_id: what the model's tokenizer says.
+    """
+    ids = [] if eos_token_id is None else [int(eos_token_id)]
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        ids += [named] if isinstance(named, int) else (named or [])
+    return list(dict.fromkeys(ids))
+
+
 def _vocabulary(tokenizer: dict[str, Any]) -> dict[str, int]:
     """Token → id; Unigram models list [token, score] in id order."""
     vocab = tokenizer["model"]["vocab"]

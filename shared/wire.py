@@ -1,5 +1,7 @@
 """The bodies of `POST /logprobs`: requests and responses, in msgpack for services and JSON for people.
 
+Those of `POST /generate` are in wire_generate.py.
+
 Row t of a response is log p(y_t | prompt, y_<t): see docs/protocol.md. Requests are checked completely before any
 work is done for them: `parse_request` raises the `Problem` that the client gets. Responses are checked by their
 reader: `decode_response` raises `WireError`.
@@ -23,8 +25,8 @@ from shared.wire_types import Limits, LogprobsDtype, LogprobsRequest, LogprobsRe
 
 __all__ = [
     "JSON", "MSGPACK", "Limits", "LogprobsDtype", "LogprobsRequest", "LogprobsResponse", "SequenceScores",
-    "check_sequences", "choose_accept", "decode_body", "decode_response", "encode_request", "encode_response",
-    "media_type", "parse_request",
+    "check_sequences", "choose_accept", "decode_answer", "decode_body", "decode_response", "encode_request",
+    "encode_response", "media_type", "parse_request",
 ]  # fmt: skip
 
 JSON = "application/json"
@@ -119,13 +121,11 @@ def encode_response(
     return msgpack.packb(body), MSGPACK
 
 
-def decode_response(body: bytes, content_type: str, max_bytes: int) -> LogprobsResponse:
-    """A response whose arrays have the shapes that they must have.
-
-    A null logprob in JSON reads as -inf: it is the only value without a JSON form that a teacher may send.
+def decode_answer(body: bytes, content_type: str, max_bytes: int) -> dict[str, Any]:
+    """The map in an answer: `model` and `fingerprint` are text, `results` is a list, `usage` a map.
 
     Raises:
-        WireError: too large, malformed, or arrays that do not fit each other.
+        WireError: too large, malformed, or a field is missing.
     """
     if len(body) > max_bytes:
         raise WireError(f"the answer has {len(body)} bytes, at most {max_bytes} are accepted")
@@ -136,14 +136,25 @@ def decode_response(body: bytes, content_type: str, max_bytes: int) -> LogprobsR
     value = _load(body, codec)
     if not isinstance(value, dict):
         raise WireError("the answer is not a map")
-    model, fingerprint, results = value.get("model"), value.get("fingerprint"), value.get("results")
-    usage = value.get("usage", {})
-    if not (isinstance(model, str) and isinstance(fingerprint, str)):
+    value.setdefault("usage", {})
+    if not (isinstance(value.get("model"), str) and isinstance(value.get("fingerprint"), str)):
         raise WireError("the answer lacks model or fingerprint")
-    if not (isinstance(results, list) and isinstance(usage, dict)):
+    if not (isinstance(value.get("results"), list) and isinstance(value["usage"], dict)):
         raise WireError("results must be a list and usage a map")
-    scores = [_decode_scores(item, index, max_bytes) for index, item in enumerate(results)]
-    return LogprobsResponse(model, fingerprint, scores, usage)
+    return value
+
+
+def decode_response(body: bytes, content_type: str, max_bytes: int) -> LogprobsResponse:
+    """A response whose arrays have the shapes that they must have.
+
+    A null logprob in JSON reads as -inf: it is the only value without a JSON form that a teacher may send.
+
+    Raises:
+        WireError: too large, malformed, or arrays that do not fit each other.
+    """
+    value = decode_answer(body, content_type, max_bytes)
+    scores = [_decode_scores(item, index, max_bytes) for index, item in enumerate(value["results"])]
+    return LogprobsResponse(value["model"], value["fingerprint"], scores, value["usage"])
 
 
 def _decode_scores(item: object, index: int, max_bytes: int) -> SequenceScores:

@@ -12,11 +12,12 @@ import numpy as np
 
 from shared import arrays
 from shared.errors import Problem, WireError
-from shared.wire_types import Limits, LogprobsRequest
+from shared.wire_types import GenerateRequest, Limits, LogprobsRequest
 
 _FIELDS = {
     "model", "token_ids", "prompt_len", "top_k", "candidate_ids", "prompt", "messages", "completion", "logprobs_dtype",
 }  # fmt: skip
+_GENERATE_FIELDS = {"model", "token_ids", "max_tokens"}
 _ROLES = {"system", "user", "assistant", "tool", "developer"}
 
 
@@ -54,18 +55,47 @@ def check_sequences(request: LogprobsRequest, limits: Limits) -> None:
     if lengths is not None and len(lengths) != len(sequences):
         _invalid(f"prompt_len has {len(lengths)} entries for {len(sequences)} sequences")
     for index, ids in enumerate(sequences):
-        _check_length(len(ids), index, limits)
-        if not ids:
-            _invalid(f"token_ids[{index}] is empty")
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= limits.vocab_size:
-            bad = low if low < 0 else high
-            _invalid(
-                f"token_ids[{index}][{ids.index(bad)}] is {bad}, outside this teacher's vocabulary "
-                f"(0 to {limits.vocab_size - 1})"
-            )
+        _check_ids(ids, index, limits)
         if lengths is not None and not 1 <= lengths[index] <= len(ids):
             _invalid(f"prompt_len[{index}] is {lengths[index]}; it must be 1 to {len(ids)}, the sequence's length")
+
+
+def build_generate(fields: dict[str, Any], limits: Limits) -> GenerateRequest:
+    """A checked request for greedy continuations from decoded fields."""
+    if unknown := sorted(set(fields) - _GENERATE_FIELDS):
+        _malformed(f"unknown field {unknown[0][:40]!r}; known are {', '.join(sorted(_GENERATE_FIELDS))}")
+    for name in ("token_ids", "max_tokens"):
+        if fields.get(name) is None:
+            _malformed(f"{name} is missing")
+    request = GenerateRequest(
+        token_ids=_read_token_ids(fields["token_ids"], limits),
+        max_tokens=_read_int(fields["max_tokens"], "max_tokens"),
+        model=_read_text(fields, "model"),
+    )
+    if request.max_tokens < 1:
+        _invalid(f"max_tokens is {request.max_tokens}; it must be at least 1")
+    for index, ids in enumerate(request.token_ids):
+        _check_ids(ids, index, limits)
+        if len(ids) + request.max_tokens > limits.max_model_len:
+            raise Problem(
+                "opd:too-large",
+                f"token_ids[{index}] has {len(ids)} tokens, which leaves no room for max_tokens={request.max_tokens} "
+                f"in the {limits.max_model_len} that this teacher takes",
+            )
+    return request
+
+
+def _check_ids(ids: list[int], index: int, limits: Limits) -> None:
+    _check_length(len(ids), index, limits)
+    if not ids:
+        _invalid(f"token_ids[{index}] is empty")
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= limits.vocab_size:
+        bad = low if low < 0 else high
+        _invalid(
+            f"token_ids[{index}][{ids.index(bad)}] is {bad}, outside this teacher's vocabulary "
+            f"(0 to {limits.vocab_size - 1})"
+        )
 
 
 def _check_form(request: LogprobsRequest, has_candidates: bool) -> None:

@@ -1,4 +1,4 @@
-"""The values that `POST /logprobs` carries, and the limits that a teacher sets."""
+"""The values that `POST /logprobs` and `POST /generate` carry, and the limits that a teacher sets."""
 
 from __future__ import annotations
 
@@ -73,4 +73,34 @@ class LogprobsResponse:
     model: str
     fingerprint: str
     results: list[SequenceScores]
+    usage: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class GenerateRequest:
+    """One request for greedy continuations (temperature 0).
+
+    Attributes:
+        token_ids: the prompts.
+        max_tokens: most tokens that each continuation may have, the stop token included.
+    """
+
+    token_ids: list[list[int]]
+    max_tokens: int
+    model: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the engine has to read or write at most."""
+        return sum(len(ids) + self.max_tokens for ids in self.token_ids)
+
+
+@dataclass(slots=True)
+class GenerateResponse:
+    """The continuation of every prompt, in the order asked; the model's end-of-sequence token is the last of it, where
+    the model wrote one."""
+
+    model: str
+    fingerprint: str
+    results: list[list[int]]
     usage: dict[str, Any] = field(default_factory=dict)

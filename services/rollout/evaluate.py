@@ -4,9 +4,7 @@ Per data source: `accuracy`, the share of greedy answers that the task's checker
 `reverse_kl`, the mean over tokens of log q(y_t) − log p(y_t) with y sampled from the student q at temperature 1 and p
 the data source's teacher: an unbiased estimate of the reverse KL per token.
 
-Once, also `teacher_accuracy`: the same greedy accuracy of every teacher on every data source, found by scoring alone. A
-teacher decoded greedily writes the expected answer if and only if each token of it, the end included, is its likeliest
-one given the tokens before, so one row of top-1 ids tells. Only for tasks whose one right answer is the whole response.
+Once, also `teacher_accuracy`: the same greedy accuracy of every teacher on every data source.
 
 The weights stay as they are while an evaluation runs.
 """
@@ -30,6 +28,7 @@ from shared.errors import TeacherError
 from shared.policy import Announcement, Policy
 from shared.prompts import PromptRecord
 from shared.wire import LogprobsRequest
+from shared.wire_generate import GenerateRequest
 
 _LOG = log.get(__name__)
 _POLL_S = 0.1
@@ -134,9 +133,9 @@ class Evaluator:
             prompt_ids = self._renderer.render(record)
             room = self._renderer.room(len(prompt_ids), self._config.rollout.max_tokens)
             is_correct = None
-            if record.task is not None and record.answer is not None:
+            if _is_checkable(record):
                 (greedy,) = await self._sampler.sample(prompt_ids, n=1, max_tokens=room, temperature=0.0)
-                is_correct = tasks.check(record.task, record.answer, self._renderer.decode(greedy.token_ids))
+                is_correct = self._check(record, greedy.token_ids)
             (sampled,) = await self._sampler.sample(prompt_ids, n=1, max_tokens=room)
             request = LogprobsRequest(token_ids=[prompt_ids + sampled.token_ids], prompt_len=[len(prompt_ids)])
             response = await self._client.score(request, teacher=self._config.routes[data_source])
@@ -151,16 +150,22 @@ class Evaluator:
         }
 
     async def _teacher(self, teacher: str, records: list[PromptRecord]) -> float | None:
-        checkable = [record for record in records if record.task in tasks.BUILT_IN and record.answer is not None]
-        if not checkable:
-            return None
-        return float(np.mean(await asyncio.gather(*(self._writes_answer(teacher, record) for record in checkable))))
+        answers = await asyncio.gather(
+            *(self._teacher_is_right(teacher, record) for record in records if _is_checkable(record))
+        )
+        return float(np.mean(answers)) if answers else None
 
-    async def _writes_answer(self, teacher: str, record: PromptRecord) -> bool:
+    async def _teacher_is_right(self, teacher: str, record: PromptRecord) -> bool:
         async with self._places:
             prompt_ids = self._renderer.render(record)
-            answer_ids = [*self._renderer.encode_text(record.answer or ""), self._renderer.eos_token_id]
-            request = LogprobsRequest(token_ids=[prompt_ids + answer_ids], prompt_len=[len(prompt_ids)], top_k=1)
-            (scores,) = (await self._client.score(request, teacher=teacher)).results
-            assert scores.top_ids is not None  # the client checks that what was asked for came back
-            return bool((scores.top_ids[:, 0] == np.asarray(answer_ids)).all())
+            room = self._renderer.room(len(prompt_ids), self._config.rollout.max_tokens)
+            (token_ids,) = await self._client.generate(GenerateRequest([prompt_ids], room), teacher=teacher)
+            return self._check(record, token_ids)
+
+    def _check(self, record: PromptRecord, token_ids: list[int]) -> bool:
+        assert record.task is not None and record.answer is not None  # see _is_checkable
+        return tasks.check(record.task, record.answer, self._renderer.decode(token_ids))
+
+
+def _is_checkable(record: PromptRecord) -> bool:
+    return record.task is not None and record.answer is not None

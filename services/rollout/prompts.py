@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from shared.errors import ConfigError
 from shared.prompts import PromptRecord
+from shared.tokenizer import stop_token_ids
 
 
 class Renderer:
@@ -27,18 +26,12 @@ class Renderer:
         except (OSError, ValueError) as error:
             raise ConfigError(f"student.model {model}: its tokenizer cannot be read: {error}") from error
         self._max_len = max_len
-        self.stop_token_ids = _stop_token_ids(model, self._tokenizer)
+        self.stop_token_ids = stop_token_ids(model, self._tokenizer.eos_token_id)
         if not self.stop_token_ids:
             raise ConfigError(
                 f"student.model {model} names no end-of-sequence token, so no completion would ever end: "
                 "set eos_token in tokenizer_config.json or eos_token_id in generation_config.json"
             )
-
-    @property
-    def eos_token_id(self) -> int:
-        """The token that ends a response."""
-        eos = self._tokenizer.eos_token_id
-        return self.stop_token_ids[0] if eos is None else int(eos)
 
     def render(self, record: PromptRecord) -> list[int]:
         """Token ids of a prompt: raw text as the tokenizer encodes it, a chat through its template.
@@ -49,7 +42,7 @@ class Renderer:
         if record.messages is None:
             token_ids = self._tokenizer.encode(record.prompt)
         else:
-            token_ids = self.encode_text(self._chat_text(record))
+            token_ids = self._tokenizer.encode(self._chat_text(record), add_special_tokens=False)
         if not token_ids:
             raise ConfigError(f"prompt {record.prompt_id} has no tokens: give it some text")
         if len(token_ids) >= self._max_len:
@@ -59,10 +52,6 @@ class Renderer:
                 f"{self._max_len}: shorten it, or raise student.max_model_len (and the teachers')"
             )
         return list(token_ids)
-
-    def encode_text(self, text: str) -> list[int]:
-        """Token ids of a text as it stands, without special tokens added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of a response, special tokens left out."""
@@ -99,13 +88,3 @@ def _beginning(record: PromptRecord) -> str:
     """The first words of a prompt, so that people find it in their file."""
     text = record.prompt if record.messages is None else record.messages[-1]["content"]
     return f"{(text or '')[:60]!r}…"
-
-
-def _stop_token_ids(model: Path, tokenizer: Any) -> list[int]:
-    """End-of-sequence ids of the tokenizer, the generation config and the model config, without repetition."""
-    ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    for name in ("generation_config.json", "config.json"):
-        file = model / name
-        named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        ids += [named] if isinstance(named, int) else (named or [])
-    return list(dict.fromkeys(ids))

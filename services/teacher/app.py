@@ -1,9 +1,9 @@
-"""The teacher's HTTP interface: POST /logprobs, and what probes and people ask about it."""
+"""The teacher's HTTP interface: POST /logprobs and /generate, and what probes and people ask about it."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -12,10 +12,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from services.teacher import docs, http
-from services.teacher.service import TeacherService
+from services.teacher.service import Race, TeacherService
 from shared import log
 from shared.errors import Problem
 from shared.wire import choose_accept
+
+RequestT = TypeVar("RequestT")
 
 _log = log.get(__name__)
 _CLIENT_GONE = 499  # nobody reads this status; it is for the metrics
@@ -32,9 +34,12 @@ def create_app(service: TeacherService, key: str | None) -> FastAPI:
     @app.post("/logprobs", openapi_extra=docs.LOGPROBS, responses=docs.RESPONSES)
     async def logprobs(request: Request) -> Response:
         """Logprobs of response tokens, and of the most likely ids at each of them."""
-        response = await _logprobs(service, key, request)
-        service.metrics.requests.labels(response.status_code).inc()
-        return response
+        return await _answer(service, key, request, service.parse, service.answer)
+
+    @app.post("/generate", openapi_extra=docs.GENERATE, responses=docs.GENERATE_RESPONSES)
+    async def generate(request: Request) -> Response:
+        """Greedy continuations of prompts."""
+        return await _answer(service, key, request, service.parse_generate, service.generate)
 
     @app.get("/healthz")
     async def healthz() -> JSONResponse:
@@ -65,20 +70,38 @@ def create_app(service: TeacherService, key: str | None) -> FastAPI:
     return app
 
 
-async def _logprobs(service: TeacherService, key: str | None, request: Request) -> Response:
-    """The answer to one request; every failure becomes a problem document."""
+async def _answer(
+    service: TeacherService,
+    key: str | None,
+    request: Request,
+    parse: Callable[[bytes, str, str | None], RequestT],
+    work: Callable[[RequestT, str, Race], Awaitable[tuple[bytes, str]]],
+) -> Response:
+    """The answer to one request, counted; every failure becomes a problem document."""
+    response = await _work(service, key, request, parse, work)
+    service.metrics.requests.labels(response.status_code).inc()
+    return response
+
+
+async def _work(
+    service: TeacherService,
+    key: str | None,
+    request: Request,
+    parse: Callable[[bytes, str, str | None], RequestT],
+    work: Callable[[RequestT, str, Race], Awaitable[tuple[bytes, str]]],
+) -> Response:
     try:
         http.authorize(request, key)
         limit_s = http.timeout_s(request)
         body = await http.read_body(request, service.limits.max_body_bytes)
         content_type = request.headers.get("content-type", "")
-        parsed = service.parse(body, content_type, request.headers.get("x-teacher"))
+        parsed = parse(body, content_type, request.headers.get("x-teacher"))
         accept = choose_accept(request.headers.get("accept", ""), content_type)
 
-        def race(work: Awaitable[Any]) -> Awaitable[Any]:
-            return http.until_disconnect(request, work, limit_s)
+        def race(engine_work: Awaitable[Any]) -> Awaitable[Any]:
+            return http.until_disconnect(request, engine_work, limit_s)
 
-        content, media_type = await service.answer(parsed, accept, race)
+        content, media_type = await work(parsed, accept, race)
         return Response(content, media_type=media_type)
     except Problem as problem:
         return http.problem_response(problem)

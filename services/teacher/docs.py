@@ -1,4 +1,7 @@
-"""What /docs says of POST /logprobs; the body is read by shared.wire, so its shape is written here by hand."""
+"""What /docs says of POST /logprobs and /generate.
+
+Bodies are read by shared.wire and shared.wire_generate, so their shapes are written here by hand.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +45,43 @@ _STATUSES = {
     500: "The engine failed or answered NaN", 503: "Starting or engine dead", 504: "x-timeout-s has passed",
 }  # fmt: skip
 
-LOGPROBS: dict[str, Any] = {
-    "parameters": [
-        {"name": name, "in": "header", "schema": {"type": "string"}, "description": text}
-        for name, text in (
-            ("x-timeout-s", "Seconds that the client will wait"),
-            ("x-request-id", "Passed back; made up when absent"),
-            ("x-teacher", "Checked against this teacher's name"),
-        )
-    ],
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": _REQUEST}, "application/msgpack": _BINARY},
+_GENERATE_REQUEST: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["token_ids", "max_tokens"],
+    "properties": {
+        "model": {"type": "string", "description": "This teacher's name; anything else is 404"},
+        "token_ids": _IDS | {"description": "Prompts"},
+        "max_tokens": {"type": "integer", "minimum": 1, "description": "Of each continuation, the stop token included"},
     },
+    "example": {"token_ids": [[50, 43, 50, 61]], "max_tokens": 4},
 }
-RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "Row t is log p(y_t | prompt, y_<t)", "content": {"application/msgpack": _BINARY}}
-} | {status: {"description": text, "content": _PROBLEM} for status, text in _STATUSES.items()}
+
+
+def _operation(request: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "parameters": [
+            {"name": name, "in": "header", "schema": {"type": "string"}, "description": text}
+            for name, text in (
+                ("x-timeout-s", "Seconds that the client will wait"),
+                ("x-request-id", "Passed back; made up when absent"),
+                ("x-teacher", "Checked against this teacher's name"),
+            )
+        ],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": request}, "application/msgpack": _BINARY},
+        },
+    }
+
+
+def _responses(good: str) -> dict[int | str, dict[str, Any]]:
+    return {200: {"description": good, "content": {"application/msgpack": _BINARY}}} | {
+        status: {"description": text, "content": _PROBLEM} for status, text in _STATUSES.items()
+    }
+
+
+LOGPROBS = _operation(_REQUEST)
+RESPONSES = _responses("Row t is log p(y_t | prompt, y_<t)")
+GENERATE = _operation(_GENERATE_REQUEST)
+GENERATE_RESPONSES = _responses("The continuations, end-of-sequence tokens included")

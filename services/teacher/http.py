@@ -86,7 +86,7 @@ async def until_disconnect(request: Request, work: Awaitable[Result], limit_s: f
             return working.result()
         if gone.done():
             raise ClientDisconnect
-        raise Problem("opd:deadline", f"not scored within the {limit_s:g} s that {TIMEOUT_HEADER} gives")
+        raise Problem("opd:deadline", f"not done within the {limit_s:g} s that {TIMEOUT_HEADER} gives")
     finally:
         for task in (working, gone):
             task.cancel()

@@ -15,9 +15,12 @@ class Metrics:
         self.registry = CollectorRegistry()
         prometheus_client.ProcessCollector(registry=self.registry)
         names = {"registry": self.registry}
-        self.requests = Counter("opd_teacher_requests", "Requests to /logprobs by HTTP status", ["status"], **names)
+        self.requests = Counter(
+            "opd_teacher_requests", "Requests to /logprobs and /generate by HTTP status", ["status"], **names
+        )
         self.tokens = Counter("opd_teacher_tokens", "Tokens the engine has read for answered requests", **names)
         self.rows = Counter("opd_teacher_scored_rows", "Rows returned", **names)
+        self.generated = Counter("opd_teacher_generated_tokens", "Tokens written for answered requests", **names)
         self.queued_tokens = Gauge("opd_teacher_queued_tokens", "Tokens admitted and not yet answered", **names)
         self.engine_requests = Gauge("opd_teacher_engine_requests", "Sequences that the engine holds", **names)
         self.request_s = Histogram(

@@ -29,7 +29,7 @@ class ScorerInfo:
 
 
 class Scorer(Protocol):
-    """Scores sequences; many calls of `score` may be in flight at once."""
+    """Scores and continues sequences; many calls of `score` and `generate` may be in flight at once."""
 
     @property
     def info(self) -> ScorerInfo:
@@ -63,6 +63,16 @@ class Scorer(Protocol):
 
         Raises:
             ScoringError: the engine failed, or its answer has NaN.
+        """
+        ...
+
+    async def generate(self, token_ids: list[int], max_tokens: int, stop_token_ids: list[int]) -> list[int]:
+        """The greedy continuation of a prompt: at most `max_tokens` ids, the last a stop token where one was written.
+
+        Cancelling the call frees the engine.
+
+        Raises:
+            ScoringError: the engine failed.
         """
         ...
 

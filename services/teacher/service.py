@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -29,11 +29,18 @@ from shared.wire import (
     encode_response,
     parse_request,
 )
+from shared.wire_generate import (
+    GenerateRequest,
+    GenerateResponse,
+    encode_generate_response,
+    parse_generate_request,
+)
 
 _log = log.get(__name__)
 _RETRY_WHILE_STARTING_S = 2.0
 
 Result = TypeVar("Result")
+Race = Callable[[Awaitable[Any]], Awaitable[Any]]
 
 
 class TeacherService:
@@ -53,6 +60,7 @@ class TeacherService:
         self.engine_up = False
         self.stopping = False
         self._text = TextCodec(config.teacher.model)
+        self._stop_token_ids: list[int] = []
         self._limits: Limits | None = None
 
     async def start(self) -> None:
@@ -63,6 +71,7 @@ class TeacherService:
         """
         await self.scorer.start()
         self.engine_up = True
+        self._stop_token_ids = await asyncio.to_thread(self._text.stop_token_ids)
         if not await self.canary.check():
             raise RunFailed(f"{self.config.teacher.model} cannot serve: {self.canary.reason}")
         info = self.scorer.info
@@ -119,16 +128,37 @@ class TeacherService:
             named: teacher that a header asks for, if any; the body's `model` counts as well.
         """
         request = parse_request(body, content_type, self.limits)
-        for name in (named, request.model):
-            if name is not None and name != self.config.name:
-                raise Problem("opd:unknown-teacher", f"this is teacher {self.config.name!r}, not {name[:60]!r}")
+        self._check_names(named, request.model)
         if request.candidate_ids is not None and not self.scorer.info.serves_candidates:
             raise Problem("opd:invalid", "candidate_ids are not served by this engine; ask for top_k instead")
         return request
 
-    async def answer(
-        self, request: LogprobsRequest, accept: str, race: Callable[[Awaitable[Any]], Awaitable[Any]]
-    ) -> tuple[bytes, str]:
+    def parse_generate(self, body: bytes, content_type: str, named: str | None) -> GenerateRequest:
+        """The same for greedy continuations."""
+        request = parse_generate_request(body, content_type, self.limits)
+        self._check_names(named, request.model)
+        return request
+
+    def _check_names(self, *names: str | None) -> None:
+        for name in names:
+            if name is not None and name != self.config.name:
+                raise Problem("opd:unknown-teacher", f"this is teacher {self.config.name!r}, not {name[:60]!r}")
+
+    async def generate(self, request: GenerateRequest, accept: str, race: Race) -> tuple[bytes, str]:
+        """Body and content type of greedy continuations; see `answer`."""
+        received = time.monotonic()
+        with self.admission.admit(request.num_tokens):
+            work = (self.scorer.generate(ids, request.max_tokens, self._stop_token_ids) for ids in request.token_ids)
+            results = await race(self._gather(work))
+        seconds = time.monotonic() - received
+        num_read, num_written = sum(map(len, request.token_ids)), sum(map(len, results))
+        self.metrics.tokens.inc(num_read)
+        self.metrics.generated.inc(num_written)
+        self.metrics.request_s.observe(seconds)
+        usage = {"tokens": num_read + num_written, "engine_ms": round(1000 * seconds, 1)}
+        return encode_generate_response(GenerateResponse(self.config.name, self.fingerprint, results, usage), accept)
+
+    async def answer(self, request: LogprobsRequest, accept: str, race: Race) -> tuple[bytes, str]:
         """Body and content type of the answer.
 
         Args:
@@ -157,21 +187,22 @@ class TeacherService:
         return encode_response(response, accept, request.logprobs_dtype)
 
     async def _score_all(self, request: LogprobsRequest) -> list[SequenceScores]:
-        """All sequences at once; if one fails the others are cancelled."""
-        sequences, lengths = request.token_ids or [], request.prompt_len
+        lengths, candidates = request.prompt_len, request.candidate_ids
+        return await self._gather(
+            self.scorer.score(
+                ids,
+                None if lengths is None else lengths[index],
+                request.top_k,
+                None if candidates is None else candidates[index],
+            )
+            for index, ids in enumerate(request.token_ids or [])
+        )
+
+    async def _gather(self, work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+        """All at once; if one fails the others are cancelled, and its ScoringError becomes a Problem."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(
-                        self.scorer.score(
-                            ids,
-                            None if lengths is None else lengths[index],
-                            request.top_k,
-                            None if request.candidate_ids is None else request.candidate_ids[index],
-                        )
-                    )
-                    for index, ids in enumerate(sequences)
-                ]
+                tasks = [group.create_task(item) for item in work]
         except ExceptionGroup as group_error:
             failed, others = group_error.split(ScoringError)
             if failed is None or others is not None:

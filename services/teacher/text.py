@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from shared.errors import Problem
+from shared.tokenizer import stop_token_ids
 from shared.wire import LogprobsRequest, SequenceScores
 
 
 class TextCodec:
-    """The teacher's tokenizer, loaded when the first text request comes.
+    """The teacher's tokenizer, loaded when it is needed first.
 
     A prompt is encoded as the tokenizer does it, special tokens included; messages go through the chat template; the
     completion follows as it stands. A rollout worker renders its prompts in the same way.
@@ -27,6 +28,10 @@ class TextCodec:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(str(self._model), local_files_only=True)
+
+    def stop_token_ids(self) -> list[int]:
+        """The ids that end what this model writes; none where nothing names one."""
+        return stop_token_ids(self._model, self._tokenizer.eos_token_id)
 
     def encode(self, request: LogprobsRequest) -> None:
         """Fills in `token_ids` and `prompt_len` of a text request.

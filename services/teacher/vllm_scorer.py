@@ -29,6 +29,7 @@ from shared.errors import ConfigError, RunFailed
 from shared.wire import SequenceScores
 
 if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from services.teacher.vllm_arrays import PromptArrays
@@ -153,7 +154,6 @@ class VllmScorer:
         """The engine's rows, and the milliseconds that the request waited in its queue."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         from services.teacher.vllm_rows import extra_args
 
@@ -166,17 +166,42 @@ class VllmScorer:
             prompt_logprobs=top_k,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt: Any = {"prompt_token_ids": token_ids}
-        output = None
-        try:
-            async for step in self._running.generate(prompt, params, f"score-{next(self._request_ids)}"):
-                output = step
-        except (EngineDeadError, EngineGenerateError, ValueError) as error:
-            raise ScoringError(f"the engine failed: {type(error).__name__}: {error}") from error
-        if output is None or output.prompt_logprobs is None:
+        output = await self._run(token_ids, params)
+        if output.prompt_logprobs is None:
             raise ScoringError("the engine returned no logprobs")
         stamps: Any = output.metrics
         return output.prompt_logprobs, 1000 * (stamps.scheduled_ts - stamps.queued_ts)  # type: ignore[return-value]
+
+    async def generate(self, token_ids: list[int], max_tokens: int, stop_token_ids: list[int]) -> list[int]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            stop_token_ids=stop_token_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        (output,) = (await self._run(token_ids, params)).outputs
+        if output.finish_reason not in ("stop", "length"):
+            raise ScoringError(f"the engine ended a continuation with {output.finish_reason!r}")
+        return list(output.token_ids)
+
+    async def _run(self, token_ids: list[int], params: SamplingParams) -> RequestOutput:
+        """The engine's last word on a request."""
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        prompt: Any = {"prompt_token_ids": token_ids}
+        output = None
+        try:
+            async for step in self._running.generate(prompt, params, f"request-{next(self._request_ids)}"):
+                output = step
+        except (EngineDeadError, EngineGenerateError, ValueError) as error:
+            raise ScoringError(f"the engine failed: {type(error).__name__}: {error}") from error
+        if output is None:
+            raise ScoringError("the engine returned nothing")
+        return output
 
     def abandon(self) -> None:
         end_children()

@@ -5,9 +5,10 @@
 POST /behave?NAME changes the behaviour:
     good, slow (50 ms), hold (answers once it is told to behave otherwise), hang (never answers), fail (500 at once),
     full (429), busy (503 with Retry-After), key (401), invalid (422), noise (200 with no scores in it), cut (closes in
-    the middle of an answer), shifted (rows off by one), endless (an answer of 1 GiB), drowsy (/readyz says no)
+    the middle of an answer), shifted (rows off by one, a token too many), endless (an answer of 1 GiB), drowsy
+    (/readyz says no)
 GET /counts tells how many requests came in, how many of them their sender gave up, the last headers, and body hashes.
-The logprob of token id i is -i.
+The logprob of token id i is -i; a prompt is continued with itself and a 0.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from shared.wire import MSGPACK, Limits, LogprobsResponse, SequenceScores, encode_response, parse_request
+from shared.wire_generate import GenerateResponse, encode_generate_response, parse_generate_request
 
 LIMITS = Limits(vocab_size=2**20, max_model_len=2**20, max_top_k=64, max_body_bytes=2**26)
 
@@ -39,7 +41,7 @@ class StandIn:
         self.held = asyncio.Event()
         self.bodies: deque[str] = deque(maxlen=4)
 
-    async def score(self, request: Request) -> Response:
+    async def serve(self, request: Request) -> Response:
         body = await request.body()
         self.counts["requests"] += 1
         self.counts["in_flight"] += 1
@@ -73,11 +75,21 @@ class StandIn:
                         pass
                     self.counts["abandoned"] += 1
             self.counts["answered"] += 1
-            return self.answer(body, request.headers["content-type"])
+            answer = self.generate if request.url.path == "/generate" else self.score
+            return answer(body, request.headers["content-type"])
         finally:
             self.counts["in_flight"] -= 1
 
-    def answer(self, body: bytes, content_type: str) -> Response:
+    def generate(self, body: bytes, content_type: str) -> Response:
+        request = parse_generate_request(body, content_type, LIMITS)
+        end = self.behaviour == "shifted"
+        results = [[*ids, 0][: request.max_tokens + end] for ids in request.token_ids]
+        content, media_type = encode_generate_response(
+            GenerateResponse(self.model, self.fingerprint, results), content_type
+        )
+        return Response(content, media_type=media_type)
+
+    def score(self, body: bytes, content_type: str) -> Response:
         request = parse_request(body, content_type, LIMITS)
         results = []
         for ids, prompt_len in zip(request.token_ids, request.prompt_len or [1] * len(request.token_ids), strict=True):
@@ -118,7 +130,9 @@ def create_app(stand_in: StandIn) -> Starlette:
     routes = [
         Route(f"/{handler.__name__}", handler, methods=["GET", "POST"]) for handler in (readyz, info, behave, counts)
     ]
-    return Starlette(routes=[Route("/logprobs", stand_in.score, methods=["POST"]), *routes])
+    return Starlette(
+        routes=[Route(path, stand_in.serve, methods=["POST"]) for path in ("/logprobs", "/generate")] + routes
+    )
 
 
 if __name__ == "__main__":

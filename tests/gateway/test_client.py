@@ -11,6 +11,7 @@ import pytest
 from shared.client import LogprobsClient
 from shared.errors import TeacherError
 from shared.wire import LogprobsRequest
+from shared.wire_generate import GenerateRequest
 from tests.conftest import free_port, wait_until
 from tests.gateway.bed import Bed, counted
 
@@ -43,6 +44,25 @@ async def test_scores_and_info_from_gateway_and_teacher(bed: Bed):
             assert caught.value.status == 404
     headers = (await stand.counts())["headers"]
     assert headers["x-num-tokens"] == "6" and headers["x-teacher"] == "math"
+
+
+async def test_continuations_come_through_the_gateway_and_are_retried_like_scores(bed: Bed):
+    bad, good = await bed.replica("fail"), await bed.replica()
+    await bed.gateway(bad.port, good.port)
+    request = GenerateRequest(token_ids=[[1, 2, 3], [7]], max_tokens=3)
+    async with client_of(bed.url) as client:
+        for _ in range(8):
+            assert await client.generate(request, "math") == [[1, 2, 3], [7, 0]]
+        with pytest.raises(TeacherError) as caught:
+            await client.generate(request, "chat")
+        assert caught.value.status == 404
+    assert 1 <= (await bad.counts())["requests"] < 8 == (await good.counts())["requests"]
+    await good.behave("shifted")
+    async with client_of(good.url) as client:
+        with pytest.raises(TeacherError, match=r"2 continuations of 1 to 3 tokens, got lengths \[4, 2\]"):
+            await client.generate(request, "math")
+    headers = (await good.counts())["headers"]
+    assert headers["x-num-tokens"] == "10" and headers["x-teacher"] == "math"
 
 
 async def test_answers_that_do_not_fit_the_request_are_refused(bed: Bed):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from shared.policy import Announcement, Canary
 from shared.tokenizer import tokenizer_hash
 from shared.weights import TensorBytes, write_push
 from shared.wire import MSGPACK, Limits, LogprobsResponse, SequenceScores, encode_response, parse_request
+from shared.wire_generate import GenerateResponse, encode_generate_response, parse_generate_request
 from tests.conftest import free_port, wait_until
 from tests.teacher.tiny_model import make_tokenizer
 
 EOS = 256
+LIMITS = Limits(vocab_size=320, max_model_len=64, max_top_k=16)
 CANARY = Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0])
 
 
@@ -128,6 +130,8 @@ class FakeTeacher:
     """HTTP teacher: logprob of id i is -i / 100; its top ids at each row are the id itself and the ones after it.
 
     Attributes:
+        greedy: how it continues a prompt, by default with the reversed word and the end.
+        generated: continuations asked for.
         problem: when set, the answer to every request.
     """
 
@@ -135,6 +139,8 @@ class FakeTeacher:
         self.name = name
         self.problem: Problem | None = None
         self.requests = 0
+        self.generated = 0
+        self.greedy: Callable[[list[int]], list[int]] = lambda prompt: FakeSampler.answer(prompt, greedy=True)
         self.info: dict[str, Any] = {
             "model": name,
             "tokenizer_hash": tokenizer_hash(student),
@@ -146,6 +152,7 @@ class FakeTeacher:
         """Serve on a free port."""
         app = FastAPI()
         app.post("/logprobs")(self._logprobs)
+        app.post("/generate")(self._generate)
         app.get("/info")(self._info)
         port = free_port()
         server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off"))
@@ -164,7 +171,7 @@ class FakeTeacher:
         self.requests += 1
         if self.problem is not None:
             return Response(json.dumps(self.problem.to_dict()), self.problem.status)
-        asked = parse_request(await request.body(), MSGPACK, Limits(vocab_size=320, max_model_len=64, max_top_k=16))
+        asked = parse_request(await request.body(), MSGPACK, LIMITS)
         assert asked.token_ids is not None and asked.prompt_len is not None
         results = []
         for ids, prompt_len in zip(asked.token_ids, asked.prompt_len, strict=True):
@@ -173,4 +180,13 @@ class FakeTeacher:
             logprobs = None if top_ids is None else (-top_ids / 100).astype(np.float32)
             results.append(SequenceScores(scored, (-scored / 100).astype(np.float32), top_ids, logprobs))
         body, content_type = encode_response(LogprobsResponse(self.name, "print", results, {"tokens": 1}), MSGPACK)
+        return Response(body, media_type=content_type)
+
+    async def _generate(self, request: Request) -> Response:
+        if self.problem is not None:
+            return Response(json.dumps(self.problem.to_dict()), self.problem.status)
+        asked = parse_generate_request(await request.body(), MSGPACK, LIMITS)
+        self.generated += len(asked.token_ids)
+        results = [self.greedy(ids)[: asked.max_tokens] for ids in asked.token_ids]
+        body, content_type = encode_generate_response(GenerateResponse(self.name, "print", results), MSGPACK)
         return Response(body, media_type=content_type)

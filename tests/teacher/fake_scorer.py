@@ -37,17 +37,19 @@ class FakeScorer:
     async def close(self) -> None:
         pass
 
+    async def generate(self, token_ids: list[int], max_tokens: int, stop_token_ids: list[int]) -> list[int]:
+        """Counts on from the last id: 7 8 9 …, up to a stop token."""
+        await self._pass_gate()
+        if self.fault == "raise":
+            raise ScoringError("the engine failed")
+        ids = [(token_ids[-1] + 1 + step) % VOCAB_SIZE for step in range(max_tokens)]
+        stops = [index + 1 for index, token_id in enumerate(ids) if token_id in stop_token_ids]
+        return ids[: min(stops, default=max_tokens)]
+
     async def score(
         self, token_ids: list[int], prompt_len: int | None, top_k: int, candidate_ids: np.ndarray | None = None
     ) -> SequenceScores:
-        self.in_flight += 1
-        try:
-            await self.gate.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        finally:
-            self.in_flight -= 1
+        await self._pass_gate()
         if self.fault == "raise":
             raise ScoringError("the engine returned NaN or +inf in logprobs")
         if self.fault == "bug":
@@ -69,3 +71,13 @@ class FakeScorer:
             ids = np.argsort(-table, axis=1, kind="stable")[:, :top_k]
             scores.top_ids, scores.top_logprobs = ids.astype(np.int32), np.take_along_axis(table, ids, axis=1)
         return scores
+
+    async def _pass_gate(self) -> None:
+        self.in_flight += 1
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.in_flight -= 1

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from shared import wire
+from shared.wire_generate import GenerateRequest, decode_generate_response, encode_generate_request
 from tests.conftest import REPO, Service, free_port, wait_until
 from tests.teacher.tiny_model import make_tiny_llama
 
@@ -180,6 +181,26 @@ def test_requests_of_different_kinds_share_an_engine_step(
 
     with ThreadPoolExecutor(12) as pool:
         assert max(pool.map(one, range(12))) < ATOL
+
+
+def test_greedy_continuations_equal_those_of_transformers(teacher: Teacher, model: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    prompts = [sequence(length, seed=length) for length in (1, 5, 63, 64, 65, 200)]
+    expected = [
+        network.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, len(ids) :].tolist()
+        for ids in prompts
+    ]
+    request = GenerateRequest(prompts, max_tokens=40)
+    headers = {"content-type": wire.MSGPACK}
+    response = httpx.post(
+        f"{teacher.url}/generate", content=encode_generate_request(request), headers=headers, timeout=60
+    )
+    assert decode_generate_response(response.content, wire.MSGPACK, 1 << 20).results == expected
+    assert len(expected[0]) < 40 and expected[0][-1] == 256  # this one writes its end, and stops there
+    assert [len(ids) for ids in expected[1:]] == [40] * 5
 
 
 def test_a_person_reads_tokens_and_probabilities(

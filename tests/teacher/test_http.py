@@ -1,4 +1,4 @@
-"""POST /logprobs and its neighbours on a fake scorer: both codecs, text, and every error of the protocol's table."""
+"""The HTTP interface on a fake scorer: both codecs, text, and every error of the protocol's table."""
 
 from __future__ import annotations
 
@@ -158,6 +158,7 @@ async def test_keys(service: TeacherService) -> None:
             await expect_problem(response, 401, "opd:unauthorized")
             assert response.headers["www-authenticate"] == "Bearer"
         assert (await client.get("/info")).status_code == 401
+        assert (await client.post("/generate", json={"token_ids": [[1]], "max_tokens": 1})).status_code == 401
         assert (await post(client, authorization="Bearer secret")).status_code == 200
         for path in ("/healthz", "/readyz", "/metrics"):
             assert (await client.get(path)).status_code == 200
@@ -213,6 +214,44 @@ async def test_a_dead_engine_is_not_healthy(client: httpx.AsyncClient, scorer: F
     response = await post(client)
     await expect_problem(response, 503, "opd:unavailable", "engine has died")
     assert response.headers["retry-after"]
+
+
+async def test_greedy_continuations_end_with_the_stop_token(client: httpx.AsyncClient) -> None:
+    fields = {"model": "math", "token_ids": [[5, 6], [253], [255]], "max_tokens": 4}
+    document = (await client.post("/generate", json=fields)).json()
+    assert document["results"] == [{"token_ids": ids} for ids in ([7, 8, 9, 10], [254, 255, 256], [256])]
+    assert document["usage"]["tokens"] == 4 + 8
+    assert (await client.post("/generate", json={"token_ids": [], "max_tokens": 4})).json()["results"] == []
+    metrics = (await client.get("/metrics")).text
+    assert "opd_teacher_generated_tokens_total 8.0" in metrics
+    assert 'opd_teacher_requests_total{status="200"} 2.0' in metrics
+
+
+async def test_continuations_meet_the_same_checks_as_scores(
+    client: httpx.AsyncClient, service: TeacherService, scorer: FakeScorer
+) -> None:
+    good = {"token_ids": [[5, 6]], "max_tokens": 4}
+    for fields, headers, status, type_, words in (
+        (good | {"token_ids": [[5, 320]]}, {}, 422, "opd:invalid", "vocabulary (0 to 319)"),
+        (good | {"max_tokens": 63}, {}, 413, "opd:too-large", "no room"),
+        (good | {"token_ids": [[5]] * 3, "max_tokens": 40}, {}, 413, "opd:too-large", "123 tokens in one request"),
+        (good | {"model": "chat"}, {}, 404, "opd:unknown-teacher", "not 'chat'"),
+        (good, {"x-teacher": "chat"}, 404, "opd:unknown-teacher", "not 'chat'"),
+        (good, {"x-timeout-s": "soon"}, 400, "opd:malformed", "x-timeout-s"),
+    ):
+        await expect_problem(await client.post("/generate", json=fields, headers=headers), status, type_, words)
+    scorer.gate.clear()
+    late = await client.post("/generate", json=good, headers={"x-timeout-s": "0.05"})
+    await expect_problem(late, 504, "opd:deadline", "0.05 s")
+    assert (scorer.cancelled, scorer.in_flight, service.admission.tokens) == (1, 0, 0)
+    waiting = asyncio.create_task(client.post("/generate", json=good | {"max_tokens": 60}))
+    await wait_until(lambda: scorer.in_flight == 1)
+    full = await client.post("/generate", json=good | {"max_tokens": 37})
+    await expect_problem(full, 429, "opd:overloaded", "62 tokens are queued and 39 more do not fit into 100")
+    scorer.gate.set()
+    assert (await waiting).status_code == 200
+    scorer.fault = "raise"
+    await expect_problem(await client.post("/generate", json=good), 500, "opd:internal", "the engine failed")
 
 
 async def test_request_ids_come_back(client: httpx.AsyncClient) -> None:
