@@ -50,10 +50,15 @@ class StudentSection(Section):
 
 
 class ReplicasSection(Section):
-    """Where the replicas of one teacher listen, one per port."""
+    """Where the replicas of one teacher listen, one per port.
+
+    `discovery` says where the gateway finds them: at `host` and `ports`, at every address behind the DNS name `host`,
+    or nowhere until they register themselves.
+    """
 
     host: str = "127.0.0.1"
     ports: list[Port] = Field(default=[8101], min_length=1)
+    discovery: Literal["ports", "dns", "register"] = "ports"
 
 
 class TeacherSection(ReplicasSection):
@@ -112,6 +117,9 @@ class GatewaySection(Section):
     max_body_bytes: Positive = 16 * 2**20
     eject_after_failures: Positive = 2
     probe_interval_s: Annotated[float, Field(gt=0)] = 1.0
+    dns_interval_s: Annotated[float, Field(gt=0)] = 5.0
+    registration_ttl_s: Annotated[float, Field(gt=0)] = 15.0
+    registration_hosts: list[str] = []
 
 
 class RedisSection(Section):

@@ -89,7 +89,10 @@ class EngineDied(OpdError):
 _PROBLEM_TYPES: dict[str, tuple[int, str]] = {
     "opd:malformed": (400, "Malformed request"),
     "opd:unauthorized": (401, "No or wrong API key"),
+    "opd:forbidden": (403, "Forbidden"),
     "opd:unknown-teacher": (404, "Unknown teacher"),
+    "opd:unknown-replica": (404, "Unknown replica"),
+    "opd:conflict": (409, "Conflict"),
     "opd:too-large": (413, "Too long or too large"),
     "opd:media-type": (415, "Unsupported media type"),
     "opd:invalid": (422, "Invalid value"),

@@ -40,16 +40,25 @@ def api_key() -> str | None:
     Raises:
         ConfigError: the named file cannot be read or is empty.
     """
-    path = os.environ.get("OPD_API_KEY_FILE")
+    return secret("OPD_API_KEY")
+
+
+def secret(name: str) -> str | None:
+    """A secret from the file that the environment variable NAME_FILE names, or from NAME itself; None without either.
+
+    Raises:
+        ConfigError: the named file cannot be read or is empty.
+    """
+    path = os.environ.get(f"{name}_FILE")
     if path:
         try:
             key = Path(path).read_text().strip()
         except OSError as error:
-            raise ConfigError(f"OPD_API_KEY_FILE={path} cannot be read: {error.strerror}") from error
+            raise ConfigError(f"{name}_FILE={path} cannot be read: {error.strerror}") from error
         if not key:
-            raise ConfigError(f"OPD_API_KEY_FILE={path} is empty: write the key into it")
+            raise ConfigError(f"{name}_FILE={path} is empty: write the key into it")
         return key
-    return os.environ.get("OPD_API_KEY") or None
+    return os.environ.get(name) or None
 
 
 def check_port_free(host: str, port: int, *, setting: str) -> None:

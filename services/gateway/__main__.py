@@ -9,9 +9,10 @@ import uvicorn
 
 from services.gateway.app import create_app
 from services.gateway.config import load
+from services.gateway.keys import load_keys
 from shared import log
 from shared.errors import RunFailed, run_main
-from shared.service import api_key, check_port_free
+from shared.service import check_port_free
 
 DRAIN_S = 10
 """Time that requests in flight have to finish after SIGTERM."""
@@ -24,12 +25,12 @@ def main() -> None:
     """Serve until SIGTERM or SIGINT; then stop accepting, let requests finish, and exit with status 0."""
     log.configure("gateway")
     config = load()
-    key = api_key()
+    keys = load_keys(config)
     settings = config.gateway
     check_port_free(settings.host, settings.port, setting="gateway.port (--port)")
     server = uvicorn.Server(
         uvicorn.Config(
-            create_app(config, key),
+            create_app(config, keys),
             host=settings.host,
             port=settings.port,
             log_config=None,

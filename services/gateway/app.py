@@ -11,19 +11,21 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from services.gateway import docs, routing
+from services.gateway import admin, docs, routing
+from services.gateway.addresses import Resolve, resolve
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway, problem_response
+from services.gateway.keys import Keys
 from shared.errors import Problem
 
 
-def create_app(config: GatewayConfig, key: str | None) -> FastAPI:
+def create_app(config: GatewayConfig, keys: Keys, *, resolve: Resolve = resolve) -> FastAPI:
     """The application; connections and probes begin with its lifespan.
 
     Args:
-        key: what clients must show and replicas are shown; None switches authentication off.
+        resolve: looks up DNS names.
     """
-    gateway = Gateway(config, key)
+    gateway = Gateway(config, keys, resolve)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -45,7 +47,7 @@ def create_app(config: GatewayConfig, key: str | None) -> FastAPI:
     @app.get("/healthz")
     async def healthz() -> JSONResponse:
         """Alive: the process answers and its background probes run."""
-        alive = gateway.probes is not None and not gateway.probes.done()
+        alive = gateway.membership is not None and not gateway.membership.done()
         return JSONResponse({"status": "alive" if alive else "probes ended"}, 200 if alive else 503)
 
     @app.get("/readyz")
@@ -62,15 +64,16 @@ def create_app(config: GatewayConfig, key: str | None) -> FastAPI:
     @app.get("/info")
     async def info(request: Request) -> dict[str, Any]:
         """All teachers, their replicas and states."""
-        gateway.authorize(request)
+        gateway.keys.check(request.headers)
         return {"teachers": {name: pool.describe() for name, pool in gateway.pools.items()}}
 
     @app.get("/info/{teacher}")
     async def teacher_info(teacher: str, request: Request) -> dict[str, Any]:
         """One teacher."""
-        gateway.authorize(request)
+        gateway.keys.check(request.headers)
         return routing.find_pool(gateway.pools, teacher).describe()
 
+    admin.add_routes(app, gateway)
     _add_error_handlers(app)
     return app
 

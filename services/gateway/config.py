@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Annotated, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 import yaml
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
+from services.gateway.addresses import DNS_PREFIX, ReplicaSource, check_host_patterns, join
 from shared.config import (
     GatewaySection,
+    ReplicasSection,
     Section,
     ServiceName,
     add_config_arguments,
@@ -21,34 +22,16 @@ from shared.errors import ConfigError
 from shared.parts import GatewayPart, load_part
 
 
-def _check_url(text: str) -> str:
-    """`http://host:port`, with nothing after it: everything else of a request is fixed."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-        raise ValueError(f"{text!r} is no replica address: write http://HOST:PORT")
-    if parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise ValueError(f"{text!r} has more than scheme, host and port: write {parts.scheme}://{parts.netloc}")
-    try:
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(f"{text!r}: {error}") from error
-    if port is None:
-        raise ValueError(f"{text!r} has no port: write {parts.scheme}://{parts.hostname}:PORT")
-    return f"{parts.scheme}://{parts.netloc}"
-
-
-ReplicaUrl = Annotated[str, AfterValidator(_check_url)]
-
-
 class GatewayConfig(Section):
     """All that the gateway knows of a run.
 
     Attributes:
-        teachers: replica addresses by teacher name. There is no default teacher.
+        teachers: replica addresses and DNS names by teacher name; a teacher without any waits for replicas to
+            register. There is no default teacher.
     """
 
     gateway: GatewaySection
-    teachers: dict[ServiceName, Annotated[list[ReplicaUrl], Field(min_length=1)]] = Field(min_length=1)
+    teachers: dict[ServiceName, list[ReplicaSource]] = Field(min_length=1)
 
 
 def load(argv: Sequence[str] | None = None) -> GatewayConfig:
@@ -62,7 +45,12 @@ def load(argv: Sequence[str] | None = None) -> GatewayConfig:
     parser.add_argument("--host", help="address to listen on")
     parser.add_argument("--port", type=int, help="port to listen on")
     parser.add_argument(
-        "--teacher", action="append", default=[], metavar="NAME=URL", help="a replica of a teacher; repeat it for more"
+        "--teacher",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="a replica of a teacher, http://HOST:PORT; all replicas behind a name, dns+http://NAME:PORT; or "
+        "`register` for those that register themselves. Repeat it for more",
     )
     args = parser.parse_args(argv)
     if (args.config is None) == (not args.teacher):
@@ -70,16 +58,20 @@ def load(argv: Sequence[str] | None = None) -> GatewayConfig:
     if args.config is not None:
         part = load_part(GatewayPart, args.config, args.overrides)
         gateway: dict[str, Any] = part.gateway.model_dump()
-        teachers = {
-            name: [_url(section.host, port) for port in section.ports] for name, section in part.teachers.items()
-        }
+        teachers = {name: _sources(section) for name, section in part.teachers.items()}
     else:
         gateway = _read_overrides(args.overrides)
         teachers = _read_teachers(args.teacher)
     gateway |= {name: value for name in ("host", "port") if (value := getattr(args, name)) is not None}
     config = parse(GatewayConfig, {"gateway": gateway, "teachers": teachers}, origin=str(args.config or "command line"))
     _check_addresses(config)
+    check_host_patterns(config.gateway.registration_hosts)
     return config
+
+
+def _sources(section: ReplicasSection) -> list[str]:
+    prefix = {"ports": "", "dns": DNS_PREFIX, "register": None}[section.discovery]
+    return [] if prefix is None else [prefix + join("http", section.host, port) for port in section.ports]
 
 
 def _read_teachers(items: Sequence[str]) -> dict[str, list[str]]:
@@ -88,7 +80,9 @@ def _read_teachers(items: Sequence[str]) -> dict[str, list[str]]:
         name, sign, url = item.partition("=")
         if not sign or not name or not url:
             raise ConfigError(f"--teacher {item}: write it as NAME=http://HOST:PORT")
-        teachers.setdefault(name, []).append(url)
+        sources = teachers.setdefault(name, [])
+        if url != "register":
+            sources.append(url)
     return teachers
 
 
@@ -115,7 +109,3 @@ def _check_addresses(config: GatewayConfig) -> None:
             if url in owners:
                 raise ConfigError(f"{url} is named twice, for {owners[url]!r} and {name!r}: give each its own address")
             owners[url] = name
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

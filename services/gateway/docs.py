@@ -73,19 +73,60 @@ _PROBLEM = {
     }
 }
 
+
+def _problems(*statuses: tuple[int, str]) -> dict[int | str, dict[str, Any]]:
+    return {status: {"description": description, "content": _PROBLEM} for status, description in statuses}
+
+
 RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "The teacher's answer", "content": {"application/json": {}, "application/msgpack": _BINARY}}
-} | {
-    status: {"description": description, "content": _PROBLEM}
-    for status, description in (
-        (400, "Malformed"),
-        (401, "No or wrong key"),
-        (404, "Unknown teacher; the known ones are listed"),
-        (413, "Too long or too large"),
-        (415, "Neither JSON nor msgpack"),
-        (422, "A value that the teacher does not take"),
-        (429, "All replicas are full: Retry-After"),
-        (503, "No replica can answer: Retry-After"),
-        (504, "Deadline exceeded"),
-    )
+} | _problems(
+    (400, "Malformed"),
+    (401, "No or wrong key"),
+    (404, "Unknown teacher; the known ones are listed"),
+    (413, "Too long or too large"),
+    (415, "Neither JSON nor msgpack"),
+    (422, "A value that the teacher does not take"),
+    (429, "All replicas are full: Retry-After"),
+    (503, "No replica can answer: Retry-After"),
+    (504, "Deadline exceeded"),
+)
+
+_URL = {"type": "string", "description": "http://HOST:PORT", "example": "http://10.0.0.5:8101"}
+_REGISTRATION_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["url"],
+    "additionalProperties": False,
+    "properties": {
+        "url": _URL,
+        "instance": {"type": "string", "pattern": "^[A-Za-z0-9._-]{0,64}$", "description": "Names the process"},
+    },
+}
+_CHANGE_PROBLEMS = _problems(
+    (400, "Malformed"),
+    (401, "Not the registration key"),
+    (403, "Registration is off, or not for this host"),
+    (404, "Unknown teacher or replica"),
+)
+
+REGISTER: dict[str, Any] = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": _REGISTRATION_SCHEMA}}}
+}
+REGISTER_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Renewed, or a member anyway"},
+    201: {"description": "A new member"},
+    **_CHANGE_PROBLEMS,
+    **_problems((409, "The address of another teacher, or removed by hand"), (413, "Too large")),
+}
+
+WITHDRAW: dict[str, Any] = {
+    "parameters": [
+        {"name": "url", "in": "query", "required": True, "schema": _URL},
+        _header("x-timeout-s", "Seconds to wait for requests in flight; without it the answer comes at once"),
+    ]
+}
+WITHDRAW_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Gone, nothing of it in flight"},
+    202: {"description": "No new requests; some are still in flight"},
+    **_CHANGE_PROBLEMS,
 }

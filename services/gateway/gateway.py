@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -15,14 +14,17 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from services.gateway import probe, routing
+from services.gateway import routing
+from services.gateway.addresses import Resolve
 from services.gateway.config import GatewayConfig
+from services.gateway.keys import Keys
+from services.gateway.members import Members
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pool import Pool
 from services.gateway.proxy import Inbound, Proxy
 from services.gateway.replica import Replica
 from services.gateway.upstream import Answer, ReplicaClient
-from shared import log
+from shared import aio, log
 from shared.errors import Problem
 
 _FORWARDED = ("content-type", "accept")
@@ -37,59 +39,42 @@ _log = log.get(__name__)
 class Gateway:
     """State of one gateway process: the pools, connections to replicas, metrics."""
 
-    def __init__(self, config: GatewayConfig, key: str | None) -> None:
+    def __init__(self, config: GatewayConfig, keys: Keys, resolve: Resolve) -> None:
         settings = config.gateway
         self.settings = settings
-        self.key = key.encode() if key is not None else None
-        self.pools = {
-            name: Pool(
-                name,
-                [
-                    Replica(url, eject_after=settings.eject_after_failures, probe_interval_s=settings.probe_interval_s)
-                    for url in urls
-                ],
-            )
-            for name, urls in config.teachers.items()
-        }
+        self.keys = keys
+        self.pools = {name: Pool(name, []) for name in config.teachers}
         self.metrics = GatewayMetrics(self.pools)
-        self.clients: dict[Replica, ReplicaClient] = {}
+        self.members = Members(
+            config.teachers,
+            self.pools,
+            self.metrics,
+            settings,
+            connect=lambda url: ReplicaClient(url, keys.upstream),
+            resolve=resolve,
+        )
         self.proxy = Proxy(
-            self.clients,
+            self.members.clients,
             self.metrics,
             request_timeout_s=settings.request_timeout_s,
             retry_after_s=settings.probe_interval_s,
         )
-        self.probes: asyncio.Task[None] | None = None
+        self.membership: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Connections and background probes."""
-        for pool in self.pools.values():
-            for replica in pool.replicas:
-                self.clients[replica] = ReplicaClient(replica.url, self.key.decode() if self.key else None)
-                replica.on_eject = self._ejection_logger(pool)
-        if self.key is None:
+        """Members, their connections and probes."""
+        if not self.keys.is_on:
             _log.warning("no_authentication", extra=log.fields(mend="set OPD_API_KEY or OPD_API_KEY_FILE"))
-        self.probes = asyncio.create_task(
-            probe.watch_all(self.pools, self.clients, self.metrics, self.settings.probe_interval_s)
-        )
-        self.probes.add_done_callback(_report_end)
+        self.membership = asyncio.create_task(self.members.run())
+        self.membership.add_done_callback(_report_end)
+        await asyncio.sleep(0)  # lets it add the members that the configuration names
         _log.info("started", extra=log.fields(teachers={name: len(pool.replicas) for name, pool in self.pools.items()}))
         try:
             yield
         finally:
-            self.probes.cancel()
-            for client in self.clients.values():
-                await client.aclose()
+            await aio.end([self.membership])
             _log.info("stopped")
-
-    def authorize(self, request: Request) -> None:
-        """Problem 401 unless the request shows the key; the comparison takes the same time for every wrong key."""
-        if self.key is None:
-            return
-        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), self.key):
-            raise Problem("opd:unauthorized", "send the header `Authorization: Bearer KEY` with this gateway's key")
 
     async def serve(self, request: Request) -> Response:
         """Read the body, find the teacher, and pass on what one of its replicas answers."""
@@ -99,7 +84,7 @@ class Gateway:
         teacher = ""
         status = 500
         try:
-            self.authorize(request)
+            self.keys.check(headers)
             limit_s = routing.timeout_s(headers, self.settings.request_timeout_s)
             if named := headers.get(routing.TEACHER_HEADER):
                 teacher = routing.find_pool(self.pools, named).name
@@ -143,7 +128,8 @@ class Gateway:
             return True, "every teacher has a replica that serves"
         parts = []
         for pool in missing:
-            why = ", ".join(f"{replica.name} {replica.state.value}: {replica.last_error}" for replica in pool.replicas)
+            whys = [f"{replica.name} {replica.state.value}: {replica.last_error}" for replica in pool.replicas]
+            why = ", ".join(whys) or "none is known yet"
             parts.append(f"teacher {pool.name!r} has no replica that serves ({why})")
         return False, "; ".join(parts)
 
@@ -167,16 +153,6 @@ class Gateway:
         except TimeoutError:
             raise Problem("opd:deadline", f"the body did not arrive within {limit_s:g} s") from None
         return b"".join(chunks)
-
-    def _ejection_logger(self, pool: Pool) -> Callable[[Replica], None]:
-        def report(replica: Replica) -> None:
-            self.metrics.ejections.labels(pool.name, replica.name).inc()
-            _log.warning(
-                "replica_ejected",
-                extra=log.fields(teacher=pool.name, replica=replica.name, reason=replica.last_error),
-            )
-
-        return report
 
 
 def problem_response(problem: Problem, headers: dict[str, str] | None = None) -> JSONResponse:
@@ -212,6 +188,6 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 def _report_end(task: asyncio.Task[None]) -> None:
-    """Probes run for ever; without them no replica comes back, and /healthz says so."""
+    """Probes and changes of members run for ever; without them no replica comes back, and /healthz says so."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        _log.critical("probes_ended", exc_info=error)
+        _log.critical("membership_ended", exc_info=error)

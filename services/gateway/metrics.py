@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -40,7 +41,18 @@ class GatewayMetrics:
         self.retries = Counter("retries_total", "Requests tried again after this replica failed", _REPLICA, **common)
         self.ejections = Counter("ejections_total", "Times a replica was ejected", _REPLICA, **common)
         self.probes = Counter("probes_total", "Probes of a replica, by result", [*_REPLICA, "result"], **common)
+        self.joined = Counter("replicas_joined_total", "Members added", ["teacher", "origin"], **common)
+        self.left = Counter("replicas_left_total", "Members removed, by reason", ["teacher", "reason"], **common)
+        self.lookups = Counter(
+            "dns_lookups_total", "DNS lookups of a teacher's name, by result", ["teacher", "name", "result"], **common
+        )
         self.disconnects = Counter("client_disconnects_total", "Clients gone before the answer", ["teacher"], **common)
+
+    def forget(self, teacher: str, replica: str) -> None:
+        """Delete the series of a replica that has left for good."""
+        by_replica = (self.attempts, self.attempt_seconds, self.tokens, self.retries, self.ejections, self.probes)
+        for metric in by_replica:
+            metric.remove_by_labels({"teacher": teacher, "replica": replica})
 
     def render(self) -> bytes:
         """All metrics in the Prometheus text format."""
@@ -57,7 +69,7 @@ class _PoolCollector(Collector):
         load = GaugeMetricFamily("opd_gateway_load_tokens", "In-flight tokens plus debt for failures", labels=_REPLICA)
         state = GaugeMetricFamily("opd_gateway_replica_state", "1 for the state it is in", labels=[*_REPLICA, "state"])
         for pool in self._pools.values():
-            for replica in pool.replicas:
+            for replica in chain(pool.replicas, pool.draining):
                 labels = [pool.name, replica.name]
                 in_flight.add_metric(labels, replica.in_flight)
                 tokens.add_metric(labels, replica.outstanding_tokens)

@@ -22,6 +22,8 @@ class Pool:
     """All replicas of the teacher `name`.
 
     Attributes:
+        replicas: the members; they change while the gateway runs.
+        draining: former members that still have requests in flight.
         fingerprint: identity of the model that this teacher serves, set by the first replica that is ready. It changes
             only once no replica reports it any more: replacing a teacher is possible, a mixture of two is not, and a
             wrong replica does not take over because the right one is away.
@@ -30,6 +32,7 @@ class Pool:
     def __init__(self, name: str, replicas: list[Replica], *, rng: random.Random | None = None) -> None:
         self.name = name
         self.replicas = replicas
+        self.draining: list[Replica] = []
         self.fingerprint: str | None = None
         self._rng = rng or random.Random()
 
@@ -87,7 +90,7 @@ class Pool:
             "ready": self.is_ready,
             "fingerprint": self.fingerprint,
             "info": known[0] if known else None,
-            "replicas": [replica.describe() for replica in self.replicas],
+            "replicas": [replica.describe() for replica in (*self.replicas, *self.draining)],
         }
 
     def _refuse(self, replica: Replica, info: dict[str, Any], reason: str) -> bool:

@@ -6,7 +6,6 @@ A probe is what lets a replica in, at the start and after an ejection; traffic a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pool import Pool
@@ -49,16 +48,3 @@ async def watch(
         result = await probe(pool, replica, client)
         metrics.probes.labels(pool.name, replica.name, result).inc()
         await asyncio.sleep(interval_s)
-
-
-async def watch_all(
-    pools: Mapping[str, Pool],
-    clients: Mapping[Replica, ReplicaClient],
-    metrics: GatewayMetrics,
-    interval_s: float,
-) -> None:
-    """Probe all replicas of all teachers for ever."""
-    async with asyncio.TaskGroup() as tasks:
-        for pool in pools.values():
-            for replica in pool.replicas:
-                tasks.create_task(watch(pool, replica, clients[replica], metrics, interval_s))

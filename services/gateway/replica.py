@@ -5,6 +5,8 @@
              /readyz: no ▼ │ probe passes               └────────one failure────────┘
                         UNREADY              REFUSED: another fingerprint or name than its siblings
 
+    any ──removed──▶ DRAINING: what is in flight finishes, nothing new begins
+
 Load is counted in tokens: what is outstanding, plus a debt for recent failures that halves every two seconds. Without
 the debt a replica that fails fast always looks idle and attracts everything.
 """
@@ -38,6 +40,15 @@ class State(StrEnum):
     EJECTED = "ejected"
     UNREADY = "unready"
     REFUSED = "refused"
+    DRAINING = "draining"
+
+
+class Origin(StrEnum):
+    """What made a replica a member of its pool."""
+
+    CONFIG = "config"
+    DNS = "dns"
+    REGISTERED = "registered"
 
 
 class Attempt:
@@ -71,9 +82,16 @@ class Replica:
     """State and load of one replica. All times are seconds of `clock`."""
 
     def __init__(
-        self, url: str, *, eject_after: int, probe_interval_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        url: str,
+        *,
+        eject_after: int,
+        probe_interval_s: float,
+        origin: Origin = Origin.CONFIG,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url = url
+        self.origin = origin
         self.name = url.split("://", 1)[-1]
         self.state = State.STARTING
         self.info: dict[str, Any] | None = None
@@ -178,6 +196,11 @@ class Replica:
         self.last_error = reason
         self.state = State.REFUSED
 
+    def drain(self) -> None:
+        """It is no member any more: requests in flight go on, no other state follows."""
+        self.state = State.DRAINING
+        self.epoch += 1  # verdicts of requests in flight change nothing
+
     def ban_s(self) -> float:
         """Seconds for which it is left alone after an ejection, also by probes."""
         return max(0.0, self._ejected_until - self._clock()) if self.state is State.EJECTED else 0.0
@@ -186,6 +209,8 @@ class Replica:
         """What /info shows."""
         return {
             "replica": self.name,
+            "url": self.url,
+            "origin": self.origin.value,
             "state": self.state.value,
             "in_flight": self.in_flight,
             "outstanding_tokens": self.outstanding_tokens,

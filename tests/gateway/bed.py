@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +23,11 @@ class Stand:
 
     service: Service
     port: int
+    host: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def behave(self, name: str) -> None:
         async with httpx.AsyncClient() as client:
@@ -48,17 +49,24 @@ class Bed:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def replica(self, behaviour: str = "good", port: int | None = None, fingerprint: str = "f1") -> Stand:
+    async def replica(
+        self, behaviour: str = "good", port: int | None = None, fingerprint: str = "f1", host: str = "127.0.0.1"
+    ) -> Stand:
         port = port or free_port()
-        service = self.run("tests.gateway.stand_in", port, "math", fingerprint, behaviour)
-        stand = Stand(service, port)
+        service = self.run("tests.gateway.stand_in", port, "math", fingerprint, behaviour, host)
+        stand = Stand(service, port, host)
         await service.wait_ready(f"{stand.url}/counts")
         return stand
 
     async def gateway(
-        self, *ports: int, wait: bool = True, timeout_s: float = 20.0, env: dict[str, str] | None = None
+        self,
+        *ports: int,
+        wait: bool = True,
+        timeout_s: float = 20.0,
+        env: dict[str, str] | None = None,
+        args: Sequence[str] = (),
     ) -> Service:
-        teachers = [part for port in ports for part in ("--teacher", f"math=http://127.0.0.1:{port}")]
+        teachers = [part for port in ports for part in ("--teacher", f"math=http://127.0.0.1:{port}")] + [*args]
         settings = [f"gateway.request_timeout_s={timeout_s}", "gateway.probe_interval_s=0.2"]
         overrides = [part for text in settings for part in ("--set", text)]
         service = self.run("services.gateway", "--port", self.port, *teachers, *overrides, env=env)

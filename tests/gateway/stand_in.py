@@ -1,6 +1,6 @@
 """A replica without an engine, for the gateway's tests: real HTTP, answers in the real wire format, told how to behave.
 
-    python -m tests.gateway.stand_in PORT MODEL FINGERPRINT [BEHAVIOUR]
+    python -m tests.gateway.stand_in PORT MODEL FINGERPRINT BEHAVIOUR [HOST]
 
 POST /behave?NAME changes the behaviour:
     good, slow (50 ms), hold (answers once it is told to behave otherwise), hang (never answers), fail (500 at once),
@@ -136,5 +136,5 @@ def create_app(stand_in: StandIn) -> Starlette:
 
 
 if __name__ == "__main__":
-    port, name, identity, *rest = sys.argv[1:]
-    uvicorn.run(create_app(StandIn(name, identity, rest[0] if rest else "good")), port=int(port), log_level="warning")
+    port, name, identity, behaviour, host = [*sys.argv[1:], "127.0.0.1"][:5]
+    uvicorn.run(create_app(StandIn(name, identity, behaviour)), host=host, port=int(port), log_level="warning")

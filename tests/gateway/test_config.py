@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from services.gateway.addresses import is_allowed
 from services.gateway.config import load
 from shared.config import GatewaySection
 from shared.errors import ConfigError
@@ -31,6 +32,28 @@ def test_teachers_from_the_command_line():
     assert config.gateway == GatewaySection(port=8105, probe_interval_s=0.5)
 
 
+def test_names_and_registrations_from_the_command_line():
+    config = load(["--teacher=math=dns+http://Teacher-Math:8101", "--teacher=chat=register"])
+    assert config.teachers == {"math": ["dns+http://teacher-math:8101"], "chat": []}
+
+
+@pytest.mark.parametrize(
+    ("discovery", "expected"),
+    [("dns", ["dns+http://teacher-math:8101", "dns+http://teacher-math:8102"]), ("register", [])],
+)
+def test_discovery_of_a_runs_file(tmp_path: Path, discovery: str, expected: list[str]):
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    assert load(["--config", str(path), "--set", f"teachers.math.discovery={discovery}"]).teachers["math"] == expected
+
+
+def test_hosts_that_may_register():
+    patterns = ["10.0.0.0/8", "fd00::/8", "teacher-*"]
+    allowed = ["http://10.9.8.7:1", "http://[fd00::1]:1", "http://teacher-math:1"]
+    refused = ["http://11.9.8.7:1", "http://[fe00::1]:1", "http://evil:1", "http://10.0.0.1.evil:1"]
+    assert [is_allowed(url, patterns) for url in (*allowed, *refused)] == [True] * 3 + [False] * 4
+
+
 def test_teachers_from_a_runs_file(tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_text(RUN)
@@ -51,6 +74,10 @@ def test_teachers_from_a_runs_file(tmp_path: Path):
         (["--teacher", "math=ftp://a:1"], "write http://HOST:PORT"),
         (["--teacher", "math=http://a"], "has no port"),
         (["--teacher", "math=http://a:99999"], "Port out of range"),
+        (["--teacher", "math=http://a:0"], "has no port"),
+        (["--teacher", "math=http://a%2e:1"], "neither a host name"),
+        (["--teacher", "math=dns+https://a:1"], "write dns+http://NAME:PORT"),
+        (["--teacher", "math=http://a:1", "--set", "gateway.registration_hosts=[10.0.0.1/8]"], "10.0.0.0/8"),
         (["--teacher", "math=http://a:1/v1"], "write http://a:1"),
         (["--teacher", "math=http://me:pw@a:1"], "write http://HOST:PORT"),
         (["--teacher", "Ma th=http://a:1"], "Ma th"),
