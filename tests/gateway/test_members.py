@@ -87,7 +87,8 @@ async def test_every_address_behind_a_name_is_followed(bed: Bed):
             assert await members(client) == dict.fromkeys(at, ready)
 
         await stands[0].behave("hold")
-        held = [asyncio.create_task(client.post("/logprobs", json=BODY)) for _ in range(12)]
+        bodies = [{**BODY, "token_ids": [[prompt, 2, 3, 4]]} for prompt in range(24)]  # each has a home of its own
+        held = [asyncio.create_task(client.post("/logprobs", json=body)) for body in bodies]
         await wait_until(lambda: counted(stands[0], "in_flight", 1))
         names.addresses = ["127.0.0.3"]
         await wait_members(client, {at[0]: ("dns", "draining"), at[1]: ready})
