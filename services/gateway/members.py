@@ -185,8 +185,8 @@ class Members:
         except TimeoutError:
             where = log.fields(teacher=pool.name, replica=replica.name, in_flight=replica.in_flight)
             _log.error("drain_cut_short", extra=where)
-        pool.draining.remove(replica)
         await self.clients.pop(replica).aclose()
+        pool.draining.remove(replica)
         if all(other.name != replica.name for other in (*pool.replicas, *pool.draining)):
             self._metrics.forget(pool.name, replica.name)
         _log.info("replica_left", extra=log.fields(teacher=pool.name, replica=replica.name))
