@@ -1,4 +1,4 @@
-"""Client of `POST /logprobs` and `/generate`, at the gateway or at a teacher.
+"""Client of `POST /logprobs` and `/generate`, at gateways or at a teacher.
 
 It asks in msgpack, tries again, and checks what comes back.
 
@@ -9,17 +9,14 @@ What it returns fits the request: as many sequences, the same response ids, the 
 
 from __future__ import annotations
 
-import asyncio
-import random
-import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
 import numpy as np
 
+from shared.addresses import Addresses
 from shared.errors import TeacherError, WireError
 from shared.prefix import PREFIX_HEADER, prefix_key
 from shared.wire import MSGPACK, LogprobsRequest, LogprobsResponse, decode_response, encode_request
@@ -27,42 +24,23 @@ from shared.wire_generate import GenerateRequest, decode_generate_response, enco
 
 ResponseT = TypeVar("ResponseT")
 
-MAX_TRIES = 12
-"""Most times that one request is sent."""
-
-_RETRIED = frozenset({429, 502, 503, 504})
-_CONNECT_TIMEOUT_S = 5.0
-_KEEPALIVE_S = 4.0  # less than uvicorn's default of 5 s: the server must not close a connection under a request
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 5.0
 _BASE_BYTES = 256 * 1024  # keys, names, usage, error texts
 _TEXT_BYTES = 64 * 2**20  # a text request: its number of tokens is not known here
 
 
 class LogprobsClient:
-    """Connections to one address; use it as an async context manager or call `aclose`.
+    """Connections to one or several addresses; use it as an async context manager or call `aclose`.
 
     Args:
-        base_url: of a gateway or a teacher, e.g. http://127.0.0.1:8100.
+        urls: of gateways side by side or of a teacher, e.g. http://127.0.0.1:8100; a single one may be a plain text.
         key: API key, or None where authentication is off.
-        connections: most connections at a time; further requests wait.
+        connections: most connections to each address at a time; further requests wait.
         timeout_s: time for one call, all its tries and pauses together.
     """
 
-    def __init__(self, base_url: str, key: str | None, *, connections: int, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        headers = {"accept-encoding": "identity"}
-        if key is not None:
-            headers["authorization"] = f"Bearer {key}"
-        self._client = httpx.AsyncClient(
-            base_url=base_url,
-            headers=headers,
-            trust_env=False,
-            limits=httpx.Limits(
-                max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=_KEEPALIVE_S
-            ),
-            timeout=httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s)),
-        )
+    def __init__(self, urls: str | Sequence[str], key: str | None, *, connections: int, timeout_s: float) -> None:
+        urls = [urls] if isinstance(urls, str) else urls
+        self._addresses = Addresses(urls, key, connections=connections, timeout_s=timeout_s)
 
     async def __aenter__(self) -> LogprobsClient:
         return self
@@ -73,7 +51,7 @@ class LogprobsClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        await self._client.aclose()
+        await self._addresses.aclose()
 
     async def score(self, request: LogprobsRequest, teacher: str) -> LogprobsResponse:
         """Scores of all sequences of a request.
@@ -120,7 +98,7 @@ class LogprobsClient:
         max_bytes: int,
     ) -> ResponseT:
         headers |= {"content-type": MSGPACK, "accept": MSGPACK, "x-teacher": teacher}
-        body, content_type = await self._call("POST", path, headers, content, max_bytes)
+        body, content_type = await self._addresses.call("POST", path, headers, content, max_bytes)
         try:
             return decode(body, content_type, max_bytes)
         except WireError as error:
@@ -132,7 +110,7 @@ class LogprobsClient:
         Raises:
             TeacherError: it is not known there (404), or no replica of it serves yet (503).
         """
-        body, _ = await self._call("GET", "/info", {}, b"", _BASE_BYTES * 16)
+        body, _ = await self._addresses.call("GET", "/info", {}, b"", _BASE_BYTES * 16)
         try:
             info = httpx.Response(200, content=body).json()
         except ValueError as error:
@@ -147,70 +125,6 @@ class LogprobsClient:
         if teachers[teacher]["info"] is None:
             raise TeacherError(503, f"no replica of teacher {teacher!r} serves", 1.0)
         return teachers[teacher]["info"]
-
-    async def _call(
-        self, method: str, path: str, headers: dict[str, str], content: bytes, max_bytes: int
-    ) -> tuple[bytes, str]:
-        """Body and content type of an answer 200, tried again as long as that makes sense."""
-        deadline = time.monotonic() + self._timeout_s
-        headers = {**headers, "x-request-id": uuid.uuid4().hex}
-        last: TeacherError | None = None
-        for number in range(MAX_TRIES):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                break
-            try:
-                async with asyncio.timeout(left_s):
-                    return await self._try(
-                        method, path, {**headers, "x-timeout-s": f"{left_s:.3f}"}, content, max_bytes
-                    )
-            except TimeoutError:
-                break
-            except TeacherError as error:
-                last = error
-            if last.retry_after_s is None or number == MAX_TRIES - 1:
-                raise last
-            pause_s = max(
-                last.retry_after_s, min(_FIRST_PAUSE_S * 2**number, _LONGEST_PAUSE_S) * random.uniform(0.5, 1)
-            )
-            if time.monotonic() + pause_s >= deadline:
-                raise last
-            await asyncio.sleep(pause_s)
-        reason = f"no answer within {self._timeout_s:g} s" + (f"; before that: {last.reason}" if last else "")
-        raise TeacherError(0, reason, 1.0)
-
-    async def _try(
-        self, method: str, path: str, headers: dict[str, str], content: bytes, max_bytes: int
-    ) -> tuple[bytes, str]:
-        try:
-            async with self._client.stream(method, path, content=content or None, headers=headers) as response:
-                chunks: list[bytes] = []
-                size = 0
-                async for chunk in response.aiter_raw():
-                    size += len(chunk)
-                    if size > max_bytes:
-                        raise TeacherError(200, f"the answer has more than the {max_bytes} bytes that fit the request")
-                    chunks.append(chunk)
-        except httpx.HTTPError as error:
-            reason = f"{self._client.base_url} does not answer: {type(error).__name__} {error}".rstrip()
-            raise TeacherError(0, reason, 0.0) from error
-        body = b"".join(chunks)
-        if response.status_code == 200:
-            return body, response.headers.get("content-type", "")
-        raise _error(response, body)
-
-
-def _error(response: httpx.Response, body: bytes) -> TeacherError:
-    """The TeacherError for an answer other than 200; `retry_after_s` is 0 where trying again may help at once."""
-    try:
-        document = httpx.Response(200, content=body).json()
-        reason = f"{document['type']}: {document['detail']}"
-    except (ValueError, KeyError, TypeError):
-        reason = body[:200].decode(errors="replace")
-    if response.status_code not in _RETRIED:
-        return TeacherError(response.status_code, reason)
-    wait = response.headers.get("retry-after", "")
-    return TeacherError(response.status_code, reason, float(wait) if wait.isascii() and wait.isdigit() else 0.0)
 
 
 def _max_answer_bytes(request: LogprobsRequest) -> int:

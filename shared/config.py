@@ -109,10 +109,15 @@ class PromptsSection(Section):
 
 
 class GatewaySection(Section):
-    """The load balancer in front of all teachers."""
+    """The load balancer in front of all teachers.
+
+    `urls` are the addresses at which clients reach several gateways side by side; without it there is the one at
+    `host` and `port`.
+    """
 
     host: str = "127.0.0.1"
     port: Port = 8100
+    urls: list[Annotated[str, Field(pattern=r"^https?://[^/?#@\s]+$")]] = []
     request_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     max_body_bytes: Positive = 16 * 2**20
     eject_after_failures: Positive = 2
@@ -120,6 +125,12 @@ class GatewaySection(Section):
     dns_interval_s: Annotated[float, Field(gt=0)] = 5.0
     registration_ttl_s: Annotated[float, Field(gt=0)] = 15.0
     registration_hosts: list[str] = []
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where clients find the gateways."""
+        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
+        return self.urls or [f"http://{host}:{self.port}"]
 
 
 class RedisSection(Section):

@@ -75,7 +75,7 @@ class RolloutService:
             await stack.enter_async_context(HealthServer(config.rollout.host, self._port, self.readiness))
             client = await stack.enter_async_context(
                 LogprobsClient(
-                    config.gateway_url,
+                    config.gateway.addresses,
                     key,
                     connections=config.rollout.concurrency,
                     timeout_s=config.gateway.request_timeout_s,

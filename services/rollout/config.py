@@ -16,12 +16,6 @@ class RolloutConfig(RolloutPart):
     """A worker's part of the run, and what follows from it."""
 
     @property
-    def gateway_url(self) -> str:
-        """Where the gateway listens, seen from a client."""
-        host = "127.0.0.1" if self.gateway.host == "0.0.0.0" else self.gateway.host
-        return f"http://{host}:{self.gateway.port}"
-
-    @property
     def num_prompts(self) -> int:
         """Prompts that the whole run trains on."""
         return -(-self.run.steps * self.trainer.batch_size // self.rollout.n)

@@ -32,7 +32,7 @@ async def check_teachers(config: RolloutConfig, key: str | None) -> int:
     """
     own = tokenizer_hash(config.student.model)
     lengths = [config.student.max_model_len]
-    async with LogprobsClient(config.gateway_url, key, connections=1, timeout_s=_TRY_S) as client:
+    async with LogprobsClient(config.gateway.addresses, key, connections=1, timeout_s=_TRY_S) as client:
         infos = {name: await _wait_info(config, client, name) for name in sorted(set(config.routes.values()))}
     for teacher, info in infos.items():
         if info["tokenizer_hash"] != own:
@@ -62,7 +62,7 @@ async def _wait_info(config: RolloutConfig, client: LogprobsClient, teacher: str
             limit_s = START_TIMEOUT_S if error.status == 503 else _UNREACHABLE_S
             if error.retry_after_s is None or waited_s > limit_s:
                 raise ConfigError(
-                    f"teacher {teacher!r} is not to be had at the gateway {config.gateway_url} "
-                    f"(gateway.host, gateway.port): {error.reason}; start both before the workers"
+                    f"teacher {teacher!r} is not to be had at the gateway {' or '.join(config.gateway.addresses)} "
+                    f"(gateway.host and .port, or gateway.urls): {error.reason}; start both before the workers"
                 ) from error
         await asyncio.sleep(0.5)

@@ -65,24 +65,27 @@ class Bed:
         timeout_s: float = 20.0,
         env: dict[str, str] | None = None,
         args: Sequence[str] = (),
+        port: int | None = None,
     ) -> Service:
+        """The gateway at `url`; others beside it get a `port` of their own."""
+        port = port or self.port
         teachers = [part for port in ports for part in ("--teacher", f"math=http://127.0.0.1:{port}")] + [*args]
         settings = [f"gateway.request_timeout_s={timeout_s}", "gateway.probe_interval_s=0.2"]
         overrides = [part for text in settings for part in ("--set", text)]
-        service = self.run("services.gateway", "--port", self.port, *teachers, *overrides, env=env)
-        await service.wait_ready(f"{self.url}/healthz")
+        service = self.run("services.gateway", "--port", port, *teachers, *overrides, env=env)
+        await service.wait_ready(f"http://127.0.0.1:{port}/healthz")
         if wait:
-            await self.wait_states(*["ready"] * len(ports))
+            await self.wait_states(*["ready"] * len(ports), port=port)
         return service
 
-    async def states(self) -> list[str]:
+    async def states(self, port: int | None = None) -> list[str]:
         async with httpx.AsyncClient() as client:
-            info = (await client.get(f"{self.url}/info/math")).json()
+            info = (await client.get(f"http://127.0.0.1:{port or self.port}/info/math")).json()
         return [replica["state"] for replica in info["replicas"]]
 
-    async def wait_states(self, *states: str) -> None:
+    async def wait_states(self, *states: str, port: int | None = None) -> None:
         async def reached() -> bool:
-            return await self.states() == list(states)
+            return await self.states(port) == list(states)
 
         await wait_until(reached, 40, f"replicas {states}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 
+import httpx
 import numpy as np
 import pytest
 
@@ -18,7 +19,7 @@ from tests.gateway.bed import Bed, counted
 REQUEST = LogprobsRequest(token_ids=[[1, 2, 3, 4], [9, 8]], prompt_len=[2, 1], top_k=3)
 
 
-def client_of(url: str, timeout_s: float = 10.0, key: str | None = None) -> LogprobsClient:
+def client_of(url: str | list[str], timeout_s: float = 10.0, key: str | None = None) -> LogprobsClient:
     return LogprobsClient(url, key, connections=8, timeout_s=timeout_s)
 
 
@@ -104,3 +105,37 @@ async def test_a_gateway_killed_and_started_again_costs_time_only(bed: Bed):
         await bed.gateway(stand.port)
         for response in await asyncio.gather(*scores):
             np.testing.assert_array_equal(response.results[1].logprobs, np.float32([-8]))
+
+
+async def test_of_two_gateways_one_killed_costs_no_request(bed: Bed):
+    stand = await bed.replica("hold")
+    second_port = free_port()
+    first = await bed.gateway(stand.port)
+    await bed.gateway(stand.port, port=second_port)
+    async with client_of([bed.url, f"http://127.0.0.1:{second_port}"], timeout_s=30) as client:
+        scores = [asyncio.create_task(client.score(REQUEST, "math")) for _ in range(8)]
+        await wait_until(lambda: counted(stand, "in_flight", 8))
+        async with httpx.AsyncClient() as direct:
+            info = (await direct.get(f"{bed.url}/info/math")).json()
+        assert info["replicas"][0]["in_flight"] == 4  # each gateway has its half
+        first.stop(signal.SIGKILL)
+        await stand.behave("good")
+        for response in await asyncio.gather(*scores):
+            np.testing.assert_array_equal(response.results[1].logprobs, np.float32([-8]))
+        for _ in range(20):
+            await client.score(REQUEST, "math")
+
+
+async def test_a_gateway_that_hangs_or_refuses_is_left_for_the_other(bed: Bed):
+    hanging, full, good = await bed.replica("hang"), await bed.replica("full"), await bed.replica()
+    async with client_of([hanging.url, good.url], timeout_s=2) as client:
+        for _ in range(4):
+            await client.score(REQUEST, "math")
+    assert (await good.counts())["answered"] == 4 and (await hanging.counts()).get("requests", 0) <= 1
+    async with client_of([full.url, good.url], timeout_s=2) as client:  # its Retry-After is 7 s
+        for _ in range(4):
+            await client.score(REQUEST, "math")
+    async with client_of([full.url, f"http://127.0.0.1:{free_port()}"], timeout_s=1) as client:
+        with pytest.raises(TeacherError) as caught:
+            await client.score(REQUEST, "math")
+    assert caught.value.retry_after_s is not None

@@ -101,3 +101,11 @@ def test_the_gateway_imports_no_engine_and_no_numpy():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"
+
+
+def test_clients_find_one_gateway_at_its_port_or_several_at_their_urls():
+    assert GatewaySection(host="0.0.0.0", port=9000).addresses == ["http://127.0.0.1:9000"]
+    urls = ["http://gateway-0:8100", "http://gateway-1:8100"]
+    assert GatewaySection(urls=urls).addresses == urls
+    with pytest.raises(ConfigError, match=r"gateway\.urls\.0"):
+        load(["--teacher", "math=http://a:1", "--set", "gateway.urls=[gateway-0:8100]"])

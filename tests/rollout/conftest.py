@@ -103,7 +103,7 @@ async def world(tmp_path: Path, redis_client: redis.asyncio.Redis) -> AsyncItera
     teacher = FakeTeacher("words", student)
     async with teacher.serve() as port:
         config = make_config(tmp_path, gateway={"port": port})
-        async with LogprobsClient(config.gateway_url, None, connections=8, timeout_s=5) as client:
+        async with LogprobsClient(config.gateway.addresses, None, connections=8, timeout_s=5) as client:
             made = World(tmp_path, config, redis_client, teacher, client)
             yield made
             made.stop.set()
