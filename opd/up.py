@@ -73,11 +73,13 @@ def _services(config: RunConfig, parts: dict[str, Path]) -> list[Process]:
         argv = [sys.executable, "-m", module, "--config", str(parts[part or name]), *arguments]
         return Process(name, argv, config.run.dir / "logs" / f"{name}.log")
 
+    gateway_url = f"http://{config.gateway.host}:{config.gateway.port}"
     teachers = [
         process(
             f"teacher-{name}-{replica}",
             "services.teacher",
             *("--name", name, "--replica", str(replica)),
+            *(("--register", gateway_url) if teacher.discovery == "register" else ()),
             part=f"teacher-{name}",
         )
         for name, teacher in config.teachers.items()

@@ -61,4 +61,5 @@ def test_commands_name_configured_teachers(files: str, config: str) -> None:
             command = service["command"]
             teacher = run.teachers[command[command.index("--name") + 1]]
             assert teacher.host == name and teacher.ports == [8101]
+            assert teacher.discovery == "dns", "`--scale` would not be followed"
             assert f"/configs/{config}.yaml" in command

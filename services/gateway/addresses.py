@@ -1,14 +1,12 @@
-"""Addresses of replicas: what one may look like, which a registration may name, and what stands behind a DNS name.
+"""Where a teacher's replicas are, as it is written in the configuration; lookups of names.
 
-http://HOST:PORT        one replica
-dns+http://NAME:PORT    one replica at every address that NAME resolves to
+`http://HOST:PORT` is one replica, `dns+http://NAME:PORT` one at every address that NAME resolves to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
-import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from fnmatch import fnmatchcase
@@ -18,36 +16,13 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator
 
 from shared.errors import ConfigError
+from shared.service_url import check_url, ip_address
 
 DNS_PREFIX = "dns+"
 LOOKUP_TIMEOUT_S = 5.0
 
-_HOST = re.compile(r"[a-z0-9]([a-z0-9._-]{0,251}[a-z0-9.])?")
-
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """(name, port) → the IP addresses behind it; OSError when there is no answer."""
-
-
-def check_url(text: str) -> str:
-    """`http://host:port`, with nothing after it: everything else of a request is fixed.
-
-    Raises:
-        ValueError: what is wrong with it, and what to write instead.
-    """
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-        raise ValueError(f"{text!r} is no replica address: write http://HOST:PORT")
-    if parts.path not in ("", "/") or parts.query or parts.fragment or text.endswith(("?", "#")):
-        raise ValueError(f"{text!r} has more than scheme, host and port: write {parts.scheme}://{parts.netloc}")
-    try:
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(f"{text!r}: {error}") from error
-    if not port:
-        raise ValueError(f"{text!r} has no port: write {parts.scheme}://{parts.hostname}:PORT")
-    if not _HOST.fullmatch(parts.hostname) and _ip(parts.hostname) is None:
-        raise ValueError(f"{text!r}: {parts.hostname!r} is neither a host name nor an IP address")
-    return join(parts.scheme, parts.hostname, port)
 
 
 def check_source(text: str) -> str:
@@ -60,13 +35,7 @@ def check_source(text: str) -> str:
     return DNS_PREFIX + url
 
 
-ReplicaUrl = Annotated[str, AfterValidator(check_url)]
 ReplicaSource = Annotated[str, AfterValidator(check_source)]
-
-
-def join(scheme: str, host: str, port: int) -> str:
-    """The url of a host, in brackets where it is an IPv6 address."""
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def host_and_port(url: str) -> tuple[str, int]:
@@ -94,7 +63,7 @@ def is_allowed(url: str, patterns: Sequence[str]) -> bool:
     A host name never lies in a network: what it resolves to may change after the check.
     """
     host, _ = host_and_port(url)
-    address = _ip(host)
+    address = ip_address(host)
     if address is not None:
         return any("/" in pattern and address in ipaddress.ip_network(pattern) for pattern in patterns)
     return any("/" not in pattern and fnmatchcase(host, pattern) for pattern in patterns)
@@ -117,10 +86,3 @@ async def resolve(name: str, port: int) -> list[str]:
     }
     # an address with a scope (fe80::1%eth0) is link-local and can stand in no url
     return by_family[socket.AF_INET] or [address for address in by_family[socket.AF_INET6] if "%" not in address]
-
-
-def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None

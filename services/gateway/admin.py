@@ -12,10 +12,10 @@ from fastapi.responses import JSONResponse
 from pydantic import Field, ValidationError
 
 from services.gateway import docs, routing
-from services.gateway.addresses import ReplicaUrl, check_url
 from services.gateway.gateway import Gateway
 from shared.config import Section
 from shared.errors import Problem
+from shared.service_url import ServiceUrl, check_url
 
 MAX_BODY_BYTES = 4096
 
@@ -27,7 +27,7 @@ class Registration(Section):
         instance: names the process; a process that was removed by hand cannot register again, its successor can.
     """
 
-    url: ReplicaUrl
+    url: ServiceUrl
     instance: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{0,64}$")] = ""
 
 

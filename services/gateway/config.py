@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import Field
 
-from services.gateway.addresses import DNS_PREFIX, ReplicaSource, check_host_patterns, join
+from services.gateway.addresses import DNS_PREFIX, ReplicaSource, check_host_patterns
 from shared.config import (
     GatewaySection,
     ReplicasSection,
@@ -20,6 +20,7 @@ from shared.config import (
 )
 from shared.errors import ConfigError
 from shared.parts import GatewayPart, load_part
+from shared.service_url import join
 
 
 class GatewayConfig(Section):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from services.gateway import probe
-from services.gateway.addresses import DNS_PREFIX, Resolve, host_and_port, is_allowed, join
+from services.gateway.addresses import DNS_PREFIX, Resolve, host_and_port, is_allowed
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pool import Pool
 from services.gateway.replica import Origin, Replica
@@ -24,8 +24,11 @@ from services.gateway.upstream import ReplicaClient
 from shared import log
 from shared.config import GatewaySection
 from shared.errors import Problem
+from shared.service_url import join
 
 _DRAIN_POLL_S = 0.02
+_REMEMBERED_TTLS = 4
+"""A removed process is remembered for as long as it goes on registering, and this many leases more."""
 
 _log = log.get(__name__)
 
@@ -70,7 +73,7 @@ class Members:
         self._resolve = resolve
         self._clock = clock
         self._leases: dict[Replica, Lease] = {}
-        self._withdrawn: dict[str, str] = {}
+        self._withdrawn: dict[str, Lease] = {}
         self._tasks = asyncio.TaskGroup()
         self._probes: dict[Replica, asyncio.Task[None]] = {}
 
@@ -101,7 +104,8 @@ class Members:
         pool = self._pools[teacher]
         if self._settings.registration_hosts and not is_allowed(url, self._settings.registration_hosts):
             raise Problem("opd:forbidden", f"{url} is not among the gateway's registration_hosts")
-        if instance and self._withdrawn.get(url) == instance:
+        if instance and (left := self._withdrawn.get(url)) and left.instance == instance:
+            left.expires_at = self._clock() + _REMEMBERED_TTLS * self._settings.registration_ttl_s
             raise Problem("opd:conflict", f"{url} was removed: restart it to bring it back, or register no instance")
         replica = self._find(url)
         is_new = replica is None
@@ -124,7 +128,8 @@ class Members:
         if replica is None or replica not in self._pools[teacher].replicas:
             raise Problem("opd:unknown-replica", f"{url} is no replica of teacher {teacher!r}")
         if lease := self._leases.get(replica):
-            self._withdrawn[url] = lease.instance
+            lease.expires_at = self._clock() + _REMEMBERED_TTLS * self._settings.registration_ttl_s
+            self._withdrawn[url] = lease
         self._remove(self._pools[teacher], replica, "withdrawn")
         return replica
 
@@ -198,6 +203,8 @@ class Members:
             for replica in [replica for replica, lease in self._leases.items() if lease.expires_at <= now]:
                 pool = next(pool for pool in self._pools.values() if replica in pool.replicas)
                 self._remove(pool, replica, "lease_expired")
+            for url in [url for url, left in self._withdrawn.items() if left.expires_at <= now]:
+                del self._withdrawn[url]
 
     async def _follow(self, pool: Pool, source: str) -> NoReturn:
         """Keep the members of one DNS name what the name says; without an answer they stay as they are."""

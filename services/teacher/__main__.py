@@ -16,9 +16,10 @@ import uvicorn
 from services.teacher.app import create_app
 from services.teacher.config import TeacherConfig, load
 from services.teacher.processes import end_children
+from services.teacher.registration import Registration, registration_of
 from services.teacher.service import TeacherService
 from services.teacher.vllm_scorer import VllmScorer
-from shared import log
+from shared import aio, log
 from shared.errors import ConfigError, EngineDied, run_main
 from shared.service import api_key, stop_event
 
@@ -40,16 +41,19 @@ def main() -> None:
     """Serve until a signal; raises ConfigError before the engine starts where it can."""
     config = load()
     log.configure(f"teacher/{config.name}")
+    registration = registration_of(config)
     service = TeacherService(config, VllmScorer(config.teacher))
     key = api_key()
     with contextlib.closing(_listen(config)) as listener:
         try:
-            asyncio.run(serve(service, key, listener))
+            asyncio.run(serve(service, key, listener, registration))
         finally:
             end_children()
 
 
-async def serve(service: TeacherService, key: str | None, listener: socket.socket) -> None:
+async def serve(
+    service: TeacherService, key: str | None, listener: socket.socket, registration: Registration | None = None
+) -> None:
     """HTTP from the first moment (not ready), the engine beside it, until a signal or the engine's death.
 
     Raises:
@@ -70,6 +74,7 @@ async def serve(service: TeacherService, key: str | None, listener: socket.socke
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     engine = asyncio.create_task(_run_engine(service))
     stopping = asyncio.create_task(stop.wait())
+    membership = asyncio.create_task(registration.run()) if registration else None
     try:
         await asyncio.wait((serving, engine, stopping), return_when=asyncio.FIRST_COMPLETED)
         for task in (engine, serving):
@@ -78,6 +83,9 @@ async def serve(service: TeacherService, key: str | None, listener: socket.socke
     finally:
         is_starting = not service.engine_up and not engine.done()
         _log.info("stopping", extra=log.fields(queued_tokens=service.admission.tokens))
+        if registration and membership:  # first of all: nothing new comes, and what is in flight finishes
+            await aio.end([membership])
+            await registration.end()
         service.stopping = True
         server.should_exit = True
         await asyncio.wait((serving,), timeout=_DRAIN_S + 1)

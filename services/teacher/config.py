@@ -20,14 +20,22 @@ from shared.config import (
 )
 from shared.errors import ConfigError
 from shared.parts import TeacherPart, load_part
+from shared.service_url import ServiceUrl, join
 
 
 class TeacherConfig(Section):
-    """One replica: the teacher's name and settings, and the port of this replica."""
+    """One replica: the teacher's name and settings, and the port of this replica.
+
+    Attributes:
+        gateways: where this replica registers itself.
+        advertise: the address that it registers.
+    """
 
     name: ServiceName
     port: Port
     teacher: TeacherSection
+    gateways: tuple[ServiceUrl, ...] = ()
+    advertise: ServiceUrl | None = None
 
 
 def load(argv: Sequence[str] | None = None) -> TeacherConfig:
@@ -57,6 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, help="port to listen on (default: teachers.NAME.ports[REPLICA])")
     parser.add_argument("--host", help="address to listen on")
     parser.add_argument("--dtype", help="float32 or bfloat16")
+    parser.add_argument(
+        "--register", action="append", default=[], metavar="URL", help="a gateway to register with; repeat it for more"
+    )
+    parser.add_argument(
+        "--advertise", metavar="URL", help="where gateways reach this replica (default: http://HOST:PORT)"
+    )
     parser.add_argument("--replica", type=int, default=0, help="which of the teacher's ports this process takes")
     add_config_arguments(parser, required=False)
     return parser
@@ -92,4 +106,9 @@ def _build(arguments: argparse.Namespace, teacher: TeacherSection) -> TeacherCon
             )
         port = teacher.ports[arguments.replica]
     fields = {"name": arguments.name, "port": port, "teacher": teacher.model_dump()}
+    fields |= {"gateways": arguments.register, "advertise": arguments.advertise}
+    if arguments.register and arguments.advertise is None:
+        if teacher.host in ("0.0.0.0", "::"):
+            raise ConfigError(f"--register needs --advertise http://HOST:PORT: nobody can call {teacher.host}")
+        fields["advertise"] = join("http", teacher.host, port)
     return parse(TeacherConfig, fields, origin="command line")
