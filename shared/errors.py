@@ -14,6 +14,7 @@ OpdError
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -129,7 +130,7 @@ class Problem(OpdError):
         """Headers that belong to the status."""
         headers = {}
         if self.retry_after_s is not None:
-            headers["retry-after"] = str(max(1, round(self.retry_after_s)))
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers

@@ -102,7 +102,7 @@ async def serve(
 async def _run_engine(service: TeacherService) -> None:
     """Start the engine, then watch it; returns by exception only."""
     await service.start()
-    watching = asyncio.create_task(service.canary.watch())
+    watching = asyncio.create_task(service.canary.watch(lambda: service.rest.is_awake))
     try:
         while service.scorer.alive:
             await asyncio.sleep(_ENGINE_POLL_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -40,6 +41,18 @@ def create_app(service: TeacherService, key: str | None) -> FastAPI:
     async def generate(request: Request) -> Response:
         """Greedy continuations of prompts."""
         return await _answer(service, key, request, service.parse_generate, service.generate)
+
+    @app.post("/sleep", responses=docs.REST_RESPONSES)
+    async def sleep(request: Request) -> dict[str, str]:
+        """Let requests in flight finish, then give the accelerator's memory back. 503 to requests from now on."""
+        http.authorize(request, key)
+        return await service.sleep()
+
+    @app.post("/wake", responses=docs.REST_RESPONSES)
+    async def wake(request: Request) -> dict[str, str]:
+        """Take requests again, once the canary sequence has its recorded logprobs."""
+        http.authorize(request, key)
+        return await service.wake()
 
     @app.get("/healthz")
     async def healthz() -> JSONResponse:
@@ -90,21 +103,27 @@ async def _work(
     parse: Callable[[bytes, str, str | None], RequestT],
     work: Callable[[RequestT, str, Race], Awaitable[tuple[bytes, str]]],
 ) -> Response:
+    limit_s = None
     try:
         http.authorize(request, key)
         limit_s = http.timeout_s(request)
-        body = await http.read_body(request, service.limits.max_body_bytes)
-        content_type = request.headers.get("content-type", "")
-        parsed = parse(body, content_type, request.headers.get("x-teacher"))
-        accept = choose_accept(request.headers.get("accept", ""), content_type)
+        service.check_serving()
+        async with asyncio.timeout(limit_s):
+            body = await http.read_body(request, service.limits.max_body_bytes)
+            content_type = request.headers.get("content-type", "")
+            parsed = parse(body, content_type, request.headers.get("x-teacher"))
+            accept = choose_accept(request.headers.get("accept", ""), content_type)
 
-        def race(engine_work: Awaitable[Any]) -> Awaitable[Any]:
-            return http.until_disconnect(request, engine_work, limit_s)
+            def race(engine_work: Awaitable[Any]) -> Awaitable[Any]:
+                return http.until_disconnect(request, engine_work)
 
-        content, media_type = await work(parsed, accept, race)
+            content, media_type = await work(parsed, accept, race)
         return Response(content, media_type=media_type)
     except Problem as problem:
         return http.problem_response(problem)
+    except TimeoutError:
+        detail = f"not done within the {limit_s:g} s that {http.TIMEOUT_HEADER} gives"
+        return http.problem_response(Problem("opd:deadline", detail))
     except ClientDisconnect:
         service.metrics.aborted.inc()
         return Response(status_code=_CLIENT_GONE)

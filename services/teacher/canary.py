@@ -1,13 +1,20 @@
-"""Alive means able: a short sequence, scored at start and again every few seconds, must keep its logprobs.
+"""Alive means able: a short sequence, scored at start and again and again, must keep its logprobs.
 
 A teacher that answers -log V for every token, NaN, or nothing at all is up and yet worse than dead: its answers would
-be trained on. What the canary sees decides /readyz.
+be trained on. What the canary sees decides /readyz. It is scored
+
+- at the start, where its logprobs are recorded, and after every wake,
+- every INTERVAL_S while nothing is asked; every BUSY_INTERVAL_S while good answers show that the engine works,
+- at once when an answer is suspicious: a failure, NaN, or a run of rows that all have the same logprob. Such a run is
+  not served before the canary has been scored after it, for a constant may be right (a sure model's 0, say).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,7 +25,9 @@ _log = log.get(__name__)
 
 LENGTH = 24
 INTERVAL_S = 5.0
+BUSY_INTERVAL_S = 30.0
 TIMEOUT_S = 60.0
+SUSPICIOUS_ROWS = 16
 
 # Mean absolute difference in nats. The same sequence in another batch may take other kernels: that moves it by 1e-5 in
 # float32 and by a few hundredths in bfloat16.
@@ -28,12 +37,24 @@ _CONSTANT = 1e-6
 
 
 class Canary:
-    """State of the check: `reason` is empty while the teacher is able."""
+    """State of the check.
 
-    def __init__(self, scorer: Scorer) -> None:
+    Attributes:
+        reason: why the teacher is not able; empty while it is.
+        in_use: held while the sequence is scored. Who holds it keeps the canary off the engine.
+    """
+
+    def __init__(self, scorer: Scorer, clock: Callable[[], float] = time.monotonic) -> None:
         self._scorer = scorer
+        self._clock = clock
         self._expected: np.ndarray | None = None
         self.reason = "the engine is starting"
+        self.in_use = asyncio.Lock()
+        self._begun = -math.inf  # the last complete check
+        self._suspected = asyncio.Event()
+        self._num_good = 0  # answers seen
+        self._constant = math.nan  # the logprob that all of the last `_num_constant` rows had
+        self._num_constant = 0
 
     @property
     def ok(self) -> bool:
@@ -50,13 +71,59 @@ class Canary:
         length = min(LENGTH, info.max_model_len)
         return [(7919 * (index + 1)) % info.vocab_size for index in range(length)]
 
+    async def watch(self, is_awake: Callable[[], bool]) -> None:
+        """Check for ever, as often as the module says; not while the engine sleeps."""
+        num_good = self._num_good
+        while True:
+            is_suspected = await self._wait_for_suspicion(INTERVAL_S)
+            is_idle, num_good = num_good == self._num_good, self._num_good
+            is_old = self._clock() - self._begun >= BUSY_INTERVAL_S
+            if is_awake() and (is_suspected or is_idle or is_old or not self.ok):
+                await self.check()
+
+    async def _wait_for_suspicion(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._suspected.wait(), seconds)
+        except TimeoutError:
+            return False
+        self._suspected.clear()
+        return True
+
+    def suspect(self) -> None:
+        """Something went wrong with an answer: look soon."""
+        self._suspected.set()
+
+    def observe(self, logprobs: np.ndarray) -> bool:
+        """Look at an answer's logprobs [R]; True when it must not be served before a `check`."""
+        if not logprobs.size:
+            return False
+        low, high = float(logprobs.min()), float(logprobs.max())
+        if not (low == high or high - low < _CONSTANT):
+            self._num_good += 1
+            self._num_constant = 0
+            return False
+        if not (low == self._constant or abs(low - self._constant) < _CONSTANT):
+            self._constant, self._num_constant = low, 0
+        self._num_constant += logprobs.size
+        return self._num_constant >= SUSPICIOUS_ROWS
+
     async def check(self) -> bool:
-        """Score the sequence once and compare; True when able."""
+        """Score the sequence and compare; True when able. Callers that wait for each other share one scoring."""
+        asked = self._clock()
+        async with self.in_use:
+            if self._begun <= asked:
+                await self._check()
+            return self.ok
+
+    async def _check(self) -> None:
+        begun, num_good = self._clock(), self._num_good
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 scores = await self._scorer.score(self.token_ids(), None, 0)
         except TimeoutError:
             reason = f"the canary sequence was not scored within {TIMEOUT_S:g} s"
+            if self._num_good != num_good:  # it waits in a long queue, and the engine works
+                reason = self.reason
         except ScoringError as error:
             reason = f"the canary sequence could not be scored: {error}"
         else:
@@ -65,7 +132,8 @@ class Canary:
             report = _log.error if reason else _log.info
             report("canary", extra=log.fields(able=not reason, reason=reason or "logprobs as recorded"))
         self.reason = reason
-        return self.ok
+        self._begun = begun
+        self._num_constant = 0
 
     def _judge(self, logprobs: np.ndarray) -> str:
         if not np.all(np.isfinite(logprobs)):
@@ -80,10 +148,3 @@ class Canary:
         if difference > tolerance:
             return f"the canary sequence's logprobs moved by {difference:.4f} nats on average since the start"
         return ""
-
-    async def watch(self) -> None:
-        """Check for ever, every INTERVAL_S."""
-        while True:
-            started = time.monotonic()
-            await self.check()
-            await asyncio.sleep(max(0.0, INTERVAL_S - (time.monotonic() - started)))

@@ -81,6 +81,14 @@ def _responses(good: str) -> dict[int | str, dict[str, Any]]:
     }
 
 
+REST_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": _PROBLEM}
+    for status, text in (
+        (401, "No or wrong key"),
+        (500, "The engine failed"),
+        (503, "Starting, stopping, or awake without being able: Retry-After"),
+    )
+}
 LOGPROBS = _operation(_REQUEST)
 RESPONSES = _responses("Row t is log p(y_t | prompt, y_<t)")
 GENERATE = _operation(_GENERATE_REQUEST)

@@ -76,6 +76,14 @@ class Scorer(Protocol):
         """
         ...
 
+    async def sleep(self) -> None:
+        """Finish what runs, then give back the accelerator's memory, where the engine can. Raises ScoringError."""
+        ...
+
+    async def wake(self) -> None:
+        """Be as before `sleep`, prefixes that were cached forgotten. Raises ScoringError."""
+        ...
+
     def abandon(self) -> None:
         """End a start that is still under way, and what it has made. The process must exit after it."""
         ...

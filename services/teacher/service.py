@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from services.teacher.canary import Canary
 from services.teacher.config import TeacherConfig
 from services.teacher.fingerprint import fingerprint
 from services.teacher.metrics import Metrics
+from services.teacher.rest import Rest
 from services.teacher.scorer import Scorer, ScoringError
 from services.teacher.text import TextCodec
 from shared import log
@@ -37,7 +39,7 @@ from shared.wire_generate import (
 )
 
 _log = log.get(__name__)
-_RETRY_WHILE_STARTING_S = 2.0
+_RETRY_AFTER_S = 2.0
 
 Result = TypeVar("Result")
 Race = Callable[[Awaitable[Any]], Awaitable[Any]]
@@ -53,6 +55,7 @@ class TeacherService:
         self.metrics = Metrics()
         self.canary = Canary(scorer)
         self.admission = Admission(config.teacher.max_queued_tokens)
+        self.rest = Rest(scorer, self.admission, self.canary)
         self.metrics.queued_tokens.set_function(lambda: self.admission.tokens)
         self.metrics.engine_requests.set_function(lambda: scorer.num_unfinished)
         self.tokenizer_hash = tokenizer_hash(config.teacher.model)
@@ -89,16 +92,26 @@ class TeacherService:
             return False, "stopping"
         if not self.scorer.alive:
             return False, "the engine has died"
-        if self._limits is None or not self.canary.ok:
+        if self._limits is None:
             return False, self.canary.reason or "the engine is starting"
+        if not self.rest.is_awake:
+            return False, self.rest.state.value
+        if not self.canary.ok:
+            return False, self.canary.reason
         return True, "the canary sequence has its recorded logprobs"
 
     @property
     def limits(self) -> Limits:
         """Limits of requests; Problem 503 while the engine starts."""
         if self._limits is None:
-            raise Problem("opd:unavailable", "the engine is starting", retry_after_s=_RETRY_WHILE_STARTING_S)
+            raise Problem("opd:unavailable", "the engine is starting", retry_after_s=_RETRY_AFTER_S)
         return self._limits
+
+    def check_serving(self) -> None:
+        """Problem 503 unless requests are answered now: a teacher that is not able answers nothing."""
+        ready, reason = self.readiness()
+        if not ready:
+            raise Problem("opd:unavailable", reason, retry_after_s=_RETRY_AFTER_S)
 
     def describe(self) -> dict[str, Any]:
         """The document of /info; Problem 503 while the engine starts."""
@@ -147,7 +160,7 @@ class TeacherService:
     async def generate(self, request: GenerateRequest, accept: str, race: Race) -> tuple[bytes, str]:
         """Body and content type of greedy continuations; see `answer`."""
         received = time.monotonic()
-        with self.admission.admit(request.num_tokens):
+        with self._admit(request.num_tokens):
             work = (self.scorer.generate(ids, request.max_tokens, self._stop_token_ids) for ids in request.token_ids)
             results = await race(self._gather(work))
         seconds = time.monotonic() - received
@@ -169,7 +182,7 @@ class TeacherService:
         if is_text:
             await asyncio.to_thread(self._text.encode, request)
             check_sequences(request, self.limits)
-        with self.admission.admit(request.num_tokens):
+        with self._admit(request.num_tokens):
             admitted = time.monotonic()
             results = await race(self._score_all(request))
             engine_ms = 1000 * (time.monotonic() - admitted)
@@ -186,9 +199,13 @@ class TeacherService:
         response = LogprobsResponse(self.config.name, self.fingerprint, results, usage)
         return encode_response(response, accept, request.logprobs_dtype)
 
+    def _admit(self, num_tokens: int) -> AbstractContextManager[None]:
+        self.check_serving()  # it may have fallen asleep since the request came
+        return self.admission.admit(num_tokens)
+
     async def _score_all(self, request: LogprobsRequest) -> list[SequenceScores]:
         lengths, candidates = request.prompt_len, request.candidate_ids
-        return await self._gather(
+        results = await self._gather(
             self.scorer.score(
                 ids,
                 None if lengths is None else lengths[index],
@@ -197,6 +214,10 @@ class TeacherService:
             )
             for index, ids in enumerate(request.token_ids or [])
         )
+        suspicious = [self.canary.observe(scores.logprobs) for scores in results]
+        if any(suspicious) and not await self.canary.check():
+            raise self._scoring_problem(f"the same logprob in every row, and {self.canary.reason}")
+        return results
 
     async def _gather(self, work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
         """All at once; if one fails the others are cancelled, and its ScoringError becomes a Problem."""
@@ -212,6 +233,7 @@ class TeacherService:
 
     def _scoring_problem(self, reason: str) -> Problem:
         self.metrics.bad_scores.inc()
+        self.canary.suspect()
         _log.error("scoring_failed", extra=log.fields(reason=reason))
         if not self.scorer.alive:
             return Problem(
@@ -226,6 +248,25 @@ class TeacherService:
         infinite = sum(int(np.isneginf(scores.logprobs).sum()) for scores in results)
         infinite += sum(int(np.isneginf(s.top_logprobs).sum()) for s in results if s.top_logprobs is not None)
         self.metrics.non_finite.inc(infinite)
+
+    async def sleep(self) -> dict[str, str]:
+        """See `Rest.sleep`. Raises Problem: 503 while the engine starts or is dead, 500 when it cannot."""
+        await self._move(self.rest.sleep)
+        return {"state": self.rest.state.value}
+
+    async def wake(self) -> dict[str, str]:
+        """See `Rest.wake`. Raises Problem, also 503 when it is awake and not able."""
+        if not await self._move(self.rest.wake):
+            raise Problem("opd:unavailable", f"awake, but {self.canary.reason}", retry_after_s=_RETRY_AFTER_S)
+        return {"state": self.rest.state.value}
+
+    async def _move(self, move: Callable[[], Awaitable[Result]]) -> Result:
+        if self._limits is None or self.stopping or not self.scorer.alive:
+            raise Problem("opd:unavailable", self.readiness()[1], retry_after_s=_RETRY_AFTER_S)
+        try:
+            return await move()
+        except ScoringError as error:
+            raise self._scoring_problem(str(error)) from error
 
     async def close(self) -> None:
         """Stop the engine."""

@@ -15,6 +15,7 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,7 @@ class VllmScorer:
 
     def _create_engine(self) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -111,6 +113,7 @@ class VllmScorer:
             logprobs_mode="raw_logprobs",
             enforce_eager=True,
             enable_prefix_caching=False,
+            enable_sleep_mode=current_platform.is_sleep_mode_available(),
             skip_tokenizer_init=True,
             generation_config="vllm",
             # The worker lives in the engine core's process: one process and one import of torch fewer to start.
@@ -202,6 +205,22 @@ class VllmScorer:
         if output is None:
             raise ScoringError("the engine returned nothing")
         return output
+
+    async def sleep(self) -> None:
+        # Level 1: weights to the host's memory, KV cache and prefix cache dropped. vLLM's CPU build only stops
+        # scheduling and keeps its memory.
+        await self._command(self._running.sleep(level=1, mode="wait"))
+
+    async def wake(self) -> None:
+        await self._command(self._running.wake_up())
+
+    async def _command(self, work: Awaitable[object]) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await work
+        except (EngineDeadError, RuntimeError, ValueError) as error:  # RuntimeError: what failed inside the engine
+            raise ScoringError(f"the engine failed: {type(error).__name__}: {error}") from error
 
     def abandon(self) -> None:
         end_children()

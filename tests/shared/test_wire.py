@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import msgpack
 import numpy as np
@@ -102,7 +103,7 @@ def test_bad_requests_name_the_field(fields: dict, status: int, words: str) -> N
         (b'{"top_k": 1' + b"1" * 4000 + b"}", wire.JSON, 422),
         (b"\xff\xfe", wire.JSON, 400),
         (b"\x91" * 4000, wire.MSGPACK, 400),
-        (b"\xdf\xff\xff\xff\xff", wire.MSGPACK, 400),
+        (b"\xdf\xff\xff\xff\xff", wire.MSGPACK, 413),
         (b"\x81\x01\x02", wire.MSGPACK, 400),
         (b"\x80\x80", wire.MSGPACK, 400),
         (b"\x81\x91\x01\x02", wire.MSGPACK, 400),
@@ -251,3 +252,60 @@ def test_an_answer_whose_arrays_do_not_fit_is_refused() -> None:
 )
 def test_the_answer_comes_in_the_codec_asked_for(accept: str, content_type: str, codec: str) -> None:
     assert wire.choose_accept(accept, content_type) == codec
+
+
+@pytest.mark.parametrize(
+    ("body", "codec"),
+    [
+        (b"[" + b"[]," * 2**18 + b"[]]", wire.JSON),
+        (b'{"token_ids": [[' + b"1," * 2**19 + b"1]]}", wire.JSON),
+        (b"\xdd" + (2**19 + 1).to_bytes(4, "big") + b"\x01" * (2**19 + 1), wire.MSGPACK),
+        (b"\xdf" + (2**19 + 1).to_bytes(4, "big") + b"\xa0\xc0" * (2**19 + 1), wire.MSGPACK),
+        (b"\x92" + (b"\xdd" + (2**19 - 1).to_bytes(4, "big") + b"\x90" * (2**19 - 1)) * 2, wire.MSGPACK),
+        (b"\x92" + (b"\xdd" + (2**18).to_bytes(4, "big") + b"\x01" * 2**18) * 2, wire.MSGPACK),
+    ],
+)
+def test_more_values_than_any_request_has_are_refused_while_they_are_read(body: bytes, codec: str) -> None:
+    tracemalloc.start()
+    with pytest.raises(Problem) as caught:
+        wire.decode_body(body, codec, 2**24)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (caught.value.status, "524288 values" in caught.value.detail) == (413, True)
+    assert peak < 64 * 2**20  # 2^19 empty lists
+    assert len(body) < 4 * 2**20
+
+
+@pytest.mark.parametrize("codec", [wire.JSON, wire.MSGPACK])
+def test_a_deep_body_is_malformed_wherever_it_is_looked_at(codec: str) -> None:
+    for depth in (100, 400, 600, 900, 1100, 10_000):
+        if codec == wire.JSON:
+            nested = b"[" * depth + b"]" * depth
+            bodies = [
+                nested,
+                b'{"token_ids": %s}' % nested,
+                b'{"top_k": %s}' % nested,
+                b'{"logprobs_dtype": %s}' % nested,
+            ]
+            bodies += [b'{"token_ids": [{"dtype": %s, "shape": [1], "data": ""}]}' % nested]
+            bodies += [b'{"messages": [{"role": %s, "content": ""}], "completion": ""}' % nested]
+            bodies += [b'{"token_ids": [[1, 2]], "candidate_ids": %s}' % nested]
+        else:
+            nested = b"\x91" * depth + b"\x01"
+            bodies = [
+                b"\x81" + msgpack.packb(name) + nested for name in ("token_ids", "model", "top_k", "logprobs_dtype")
+            ]
+            array = (
+                b"\x83"
+                + msgpack.packb("dtype")
+                + nested
+                + msgpack.packb("shape")
+                + b"\x90"
+                + msgpack.packb("data")
+                + nested
+            )
+            bodies += [b"\x81" + msgpack.packb("token_ids") + b"\x91" + array]
+        for body in bodies:
+            with pytest.raises(Problem) as caught:
+                wire.parse_request(body, codec, wire.Limits(100, 16, 8, max_body_bytes=2**20))
+            assert caught.value.status in (400, 422)

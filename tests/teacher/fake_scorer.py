@@ -23,6 +23,8 @@ class FakeScorer:
         self.gate.set()
         self.in_flight = 0
         self.cancelled = 0
+        self.asleep = False
+        self.scored = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -33,6 +35,17 @@ class FakeScorer:
 
     def abandon(self) -> None:
         pass
+
+    async def sleep(self) -> None:
+        if self.fault == "insomnia":
+            raise ScoringError("the engine cannot sleep")
+        assert self.in_flight == 0
+        self.asleep = True
+
+    async def wake(self) -> None:
+        if self.fault == "coma":
+            raise ScoringError("the engine cannot wake")
+        self.asleep = False
 
     async def close(self) -> None:
         pass
@@ -49,6 +62,7 @@ class FakeScorer:
     async def score(
         self, token_ids: list[int], prompt_len: int | None, top_k: int, candidate_ids: np.ndarray | None = None
     ) -> SequenceScores:
+        self.scored += 1
         await self._pass_gate()
         if self.fault == "raise":
             raise ScoringError("the engine returned NaN or +inf in logprobs")
@@ -73,6 +87,7 @@ class FakeScorer:
         return scores
 
     async def _pass_gate(self) -> None:
+        assert not self.asleep
         self.in_flight += 1
         try:
             await self.gate.wait()

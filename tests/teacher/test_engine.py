@@ -50,6 +50,12 @@ class Teacher(Service):
         return wire.decode_response(response.content, response.headers["content-type"], 1 << 26).results
 
 
+async def gauge(client: httpx.AsyncClient, name: str, *, above: float, below: float = np.inf) -> bool:
+    """Whether a metric lies between two bounds."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    return above < float(next(line for line in lines if line.startswith(name + " ")).split()[1]) < below
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("tiny-llama"), vocab_size=VOCAB_SIZE)
@@ -237,27 +243,51 @@ async def test_a_client_that_hangs_up_frees_its_engine_slots(teacher: Teacher) -
     batch = [sequence(MAX_LEN, seed=seed) for seed in range(200)]
     content = wire.encode_request(wire.LogprobsRequest(token_ids=batch, top_k=200))
     async with httpx.AsyncClient(base_url=teacher.url) as client:
-
-        async def gauge(name: str) -> float:
-            lines = (await client.get("/metrics")).text.splitlines()
-            return float(next(line for line in lines if line.startswith(name + " ")).split()[1])
-
         asking = asyncio.create_task(
             client.post("/logprobs", content=content, headers={"content-type": wire.MSGPACK}, timeout=60)
         )
-
-        async def is_running() -> bool:
-            return await gauge("opd_teacher_engine_requests") > 100
-
-        await wait_until(is_running)
+        await wait_until(lambda: gauge(client, "opd_teacher_engine_requests", above=100))
         asking.cancel()
-
-        async def is_free() -> bool:
-            return await gauge("opd_teacher_engine_requests") == 0 == await gauge("opd_teacher_queued_tokens")
-
-        await wait_until(is_free, timeout_s=5)
-        assert await gauge("opd_teacher_aborted_total") == 1
+        await wait_until(lambda: gauge(client, "opd_teacher_engine_requests", above=-1, below=1), timeout_s=5)
+        await wait_until(lambda: gauge(client, "opd_teacher_queued_tokens", above=-1, below=1), timeout_s=5)
+        assert await gauge(client, "opd_teacher_aborted_total", above=0, below=2)
     assert len(teacher.score(wire.LogprobsRequest(token_ids=[[1, 2, 3]]))[0].logprobs) == 2
+
+
+async def test_a_deadline_is_kept_while_sequences_wait_in_the_engine(teacher: Teacher) -> None:
+    batch = [sequence(MAX_LEN, seed=seed) for seed in range(200)]
+    content = wire.encode_request(wire.LogprobsRequest(token_ids=batch, top_k=200))
+    headers = {"content-type": wire.MSGPACK}
+    async with httpx.AsyncClient(base_url=teacher.url, timeout=60) as client:
+        working = asyncio.create_task(client.post("/logprobs", content=content, headers=headers))
+        await wait_until(lambda: gauge(client, "opd_teacher_engine_requests", above=100))
+        late = await client.post("/logprobs", content=content, headers=headers | {"x-timeout-s": "0.2"})
+        assert (late.status_code, late.json()["type"]) == (504, "opd:deadline")
+        assert "0.2 s" in late.json()["detail"]
+        assert not working.done()
+        assert (await working).status_code == 200
+        await wait_until(lambda: gauge(client, "opd_teacher_engine_requests", above=-1, below=1), timeout_s=5)
+
+
+async def test_it_sleeps_after_what_is_in_flight_and_wakes_the_same(teacher: Teacher) -> None:
+    request = wire.LogprobsRequest(token_ids=[sequence(150, seed=3)], prompt_len=[100], top_k=5)
+    before = teacher.score(request)[0]
+    batch = wire.encode_request(wire.LogprobsRequest(token_ids=[sequence(MAX_LEN, seed=seed) for seed in range(100)]))
+    headers = {"content-type": wire.MSGPACK}
+    async with httpx.AsyncClient(base_url=teacher.url, timeout=60) as client:
+        working = asyncio.create_task(client.post("/logprobs", content=batch, headers=headers))
+        await wait_until(lambda: gauge(client, "opd_teacher_engine_requests", above=50))
+        assert (await client.post("/sleep")).json() == {"state": "asleep"}
+        assert (await working).status_code == 200
+        assert (await client.get("/readyz")).json() == {"ready": False, "reason": "asleep"}
+        refused = await client.post("/logprobs", content=batch, headers=headers)
+        assert (refused.status_code, refused.json()["detail"]) == (503, "asleep")
+        assert (await client.post("/sleep")).json() == {"state": "asleep"}
+        assert (await client.post("/wake")).json() == {"state": "awake"}
+        assert (await client.get("/readyz")).status_code == 200
+    after = teacher.score(request)[0]
+    np.testing.assert_allclose(after.logprobs, before.logprobs, atol=1e-5)
+    np.testing.assert_array_equal(after.top_ids, before.top_ids)
 
 
 async def test_the_death_of_the_engine_ends_the_service(teacher: Teacher) -> None:

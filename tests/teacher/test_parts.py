@@ -1,4 +1,4 @@
-"""Canary, admission, fingerprint, configuration and client disconnects, each by itself."""
+"""Fingerprint, configuration and client disconnects, each by itself."""
 
 from __future__ import annotations
 
@@ -12,73 +12,16 @@ import numpy as np
 import pytest
 import uvicorn
 
-from services.teacher.admission import Admission
 from services.teacher.app import create_app
-from services.teacher.canary import Canary
 from services.teacher.config import load
 from services.teacher.fingerprint import fingerprint
 from services.teacher.scorer import ScoringError, check_scores
 from services.teacher.service import TeacherService
-from shared.errors import ConfigError, Problem, RunFailed
+from shared.errors import ConfigError
 from shared.tokenizer import tokenizer_hash
 from shared.wire import SequenceScores
 from tests.conftest import free_port, wait_until
 from tests.teacher.fake_scorer import FakeScorer
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("constant", "same logprob -5.770 for every token"),
-        ("nan", "not finite"),
-        ("shifted", "moved by 0.5000 nats"),
-        ("raise", "could not be scored"),
-    ],
-)
-async def test_the_canary_sees_a_teacher_that_is_up_and_useless(
-    client: httpx.AsyncClient, service: TeacherService, scorer: FakeScorer, fault: str, words: str
-) -> None:
-    assert (await client.get("/readyz")).status_code == 200
-    scorer.fault = fault
-    await service.canary.check()
-    response = await client.get("/readyz")
-    assert response.status_code == 503
-    assert words in response.json()["reason"]
-    assert "opd_teacher_ready 0.0" in (await client.get("/metrics")).text
-    scorer.fault = None
-    await service.canary.check()
-    assert (await client.get("/readyz")).status_code == 200
-
-
-async def test_an_engine_that_hangs_is_not_ready(scorer: FakeScorer, monkeypatch: pytest.MonkeyPatch) -> None:
-    canary = Canary(scorer)
-    assert await canary.check()
-    scorer.gate.clear()
-    monkeypatch.setattr("services.teacher.canary.TIMEOUT_S", 0.02)
-    assert not await canary.check()
-    assert "not scored within" in canary.reason
-
-
-async def test_a_model_that_answers_nonsense_from_the_start_ends_the_service(
-    config: object, scorer: FakeScorer
-) -> None:
-    scorer.fault = "constant"
-    with pytest.raises(RunFailed, match="same logprob"):
-        await TeacherService(config, scorer).start()
-
-
-def test_admission_frees_its_tokens_whatever_happens() -> None:
-    admission = Admission(10)
-    with pytest.raises(KeyError), admission.admit(10):
-        raise KeyError
-    assert admission.tokens == 0
-    with admission.admit(6):
-        with admission.admit(4):
-            assert admission.tokens == 10
-        with pytest.raises(Problem) as caught, admission.admit(5):
-            pass
-    assert caught.value.status == 429
-    assert 0 < caught.value.retry_after_s <= 60
 
 
 @pytest.mark.parametrize(
