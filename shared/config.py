@@ -108,11 +108,19 @@ class PromptsSection(Section):
     shuffle: bool = True
 
 
+class KeyLimits(Section):
+    """What one API key may ask for, where it is less than the gateway's own limits."""
+
+    max_body_bytes: Positive | None = None
+    request_timeout_s: Annotated[float, Field(gt=0)] | None = None
+    max_concurrency: Positive | None = None
+
+
 class GatewaySection(Section):
     """The load balancer in front of all teachers.
 
     `urls` are the addresses at which clients reach several gateways side by side; without it there is the one at
-    `host` and `port`.
+    `host` and `port`. `max_concurrency` counts the requests of each API key; `limits` has stricter limits by key name.
     """
 
     host: str = "127.0.0.1"
@@ -125,6 +133,16 @@ class GatewaySection(Section):
     dns_interval_s: Annotated[float, Field(gt=0)] = 5.0
     registration_ttl_s: Annotated[float, Field(gt=0)] = 15.0
     registration_hosts: list[str] = []
+    max_concurrency: Positive = 4096
+    limits: dict[ServiceName, KeyLimits] = {}
+
+    @model_validator(mode="after")
+    def _limits_are_stricter(self) -> GatewaySection:
+        for name, limits in self.limits.items():
+            for key, value in limits.model_dump(exclude_none=True).items():
+                if value > getattr(self, key):
+                    raise ValueError(f"limits.{name}.{key}={value} is over gateway.{key}={getattr(self, key)}")
+        return self
 
     @property
     def addresses(self) -> list[str]:

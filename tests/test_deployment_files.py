@@ -28,6 +28,13 @@ def test_compose_names_every_service_with_a_healthcheck() -> None:
     assert services["gateway"]["ports"] == ["127.0.0.1:8100:8100"]
 
 
+def test_the_gateway_starts_without_a_key_only_where_that_is_said() -> None:
+    environment = compose("docker-compose.yml")["gateway"]["environment"]
+    assert environment["OPD_AUTH"] == "${OPD_AUTH:-}" and environment["OPD_API_KEY"] == "${OPD_API_KEY:-}"
+    assert compose("docker-compose.cpu.yml")["gateway"]["environment"] == {"OPD_AUTH": "off"}
+    assert "\nOPD_AUTH=off\n" in (REPO / ".env.example").read_text()
+
+
 def test_gpu_reservations_are_loaded_by_default_and_absent_on_cpu() -> None:
     reserved = compose("docker-compose.override.yml")
     for name in ("teacher-math", "teacher-chat", "rollout", "trainer"):

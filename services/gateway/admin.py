@@ -37,7 +37,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/replicas")
     async def replicas(request: Request) -> dict[str, Any]:
         """All members: where they come from, their states and what they have in flight."""
-        gateway.keys.check(request.headers)
+        gateway.keys.identify(request.headers)
         return {"replicas": gateway.members.describe()}
 
     @app.put("/replicas/{teacher}", openapi_extra=docs.REGISTER, responses=docs.REGISTER_RESPONSES)

@@ -64,13 +64,13 @@ def create_app(config: GatewayConfig, keys: Keys, *, resolve: Resolve = resolve)
     @app.get("/info")
     async def info(request: Request) -> dict[str, Any]:
         """All teachers, their replicas and states."""
-        gateway.keys.check(request.headers)
+        gateway.keys.identify(request.headers)
         return {"teachers": {name: pool.describe() for name, pool in gateway.pools.items()}}
 
     @app.get("/info/{teacher}")
     async def teacher_info(teacher: str, request: Request) -> dict[str, Any]:
         """One teacher."""
-        gateway.keys.check(request.headers)
+        gateway.keys.identify(request.headers)
         return routing.find_pool(gateway.pools, teacher).describe()
 
     admin.add_routes(app, gateway)

@@ -44,7 +44,7 @@ class Gateway:
         self.settings = settings
         self.keys = keys
         self.pools = {name: Pool(name, []) for name in config.teachers}
-        self.metrics = GatewayMetrics(self.pools)
+        self.metrics = GatewayMetrics(self.pools, keys.clients)
         self.members = Members(
             config.teachers,
             self.pools,
@@ -66,6 +66,8 @@ class Gateway:
         """Members, their connections and probes."""
         if not self.keys.is_on:
             _log.warning("no_authentication", extra=log.fields(mend="set OPD_API_KEY or OPD_API_KEY_FILE"))
+        else:
+            _log.info("authentication", extra=log.fields(keys=sorted(self.keys.clients)))
         self.membership = asyncio.create_task(self.members.run())
         self.membership.add_done_callback(_report_end)
         await asyncio.sleep(0)  # lets it add the members that the configuration names
@@ -81,29 +83,22 @@ class Gateway:
         headers = request.headers
         started = time.monotonic()
         request_id = routing.request_id(headers) or uuid.uuid4().hex
-        teacher = ""
+        teacher = key = ""
         status = 500
         try:
-            self.keys.check(headers)
-            limit_s = routing.timeout_s(headers, self.settings.request_timeout_s)
-            if named := headers.get(routing.TEACHER_HEADER):
-                teacher = routing.find_pool(self.pools, named).name
-            body = await self._read_body(request, limit_s)
-            route = routing.read(headers, body)
-            pool = routing.find_pool(self.pools, route.teacher)
-            teacher = pool.name
-            inbound = Inbound(
-                path=request.scope["path"],
-                request_id=request_id,
-                body=body,
-                headers={name: headers[name] for name in _FORWARDED if name in headers}
-                | {routing.REQUEST_ID_HEADER: request_id},
-                num_tokens=routing.num_tokens(headers, len(body)),
-                deadline=started + limit_s,
-                prefix_key=route.prefix_key,
-            )
-            self.metrics.request_bytes.labels(teacher).inc(len(body))
-            outcome = await _unless_gone(request.receive, self.proxy.forward(pool, inbound))
+            client = self.keys.identify(headers)
+            key = client.name
+            with client.request():
+                limit_s = routing.timeout_s(headers, client.request_timeout_s)
+                if named := headers.get(routing.TEACHER_HEADER):
+                    teacher = routing.find_pool(self.pools, named).name
+                body = await _read_body(request, client.max_body_bytes, limit_s)
+                route = routing.read(headers, body)
+                pool = routing.find_pool(self.pools, route.teacher)
+                teacher = pool.name
+                inbound = _inbound(request, request_id, body, route, deadline=started + limit_s)
+                self.metrics.request_bytes.labels(teacher).inc(len(body))
+                outcome = await _unless_gone(request.receive, self.proxy.forward(pool, inbound))
             if outcome is None:
                 raise ClientDisconnect
             answer, replica = outcome
@@ -119,6 +114,7 @@ class Gateway:
             return Response(status_code=_CLIENT_GONE)
         finally:
             self.metrics.responses.labels(teacher, str(status)).inc()
+            self.metrics.key_requests.labels(key, str(status)).inc()
             self.metrics.request_seconds.labels(teacher).observe(time.monotonic() - started)
 
     def readiness(self) -> tuple[bool, str]:
@@ -133,33 +129,47 @@ class Gateway:
             parts.append(f"teacher {pool.name!r} has no replica that serves ({why})")
         return False, "; ".join(parts)
 
-    async def _read_body(self, request: Request, limit_s: float) -> bytes:
-        max_bytes = self.settings.max_body_bytes
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise Problem("opd:media-type", "compressed bodies are not served: send it without content-encoding")
-        declared = request.headers.get("content-length", "")
-        too_large = Problem("opd:too-large", f"the body is larger than the {max_bytes} bytes that this gateway takes")
-        if declared.isdigit() and int(declared) > max_bytes:
-            raise too_large
-        chunks: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(limit_s):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size > max_bytes:
-                        raise too_large
-                    chunks.append(chunk)
-        except TimeoutError:
-            raise Problem("opd:deadline", f"the body did not arrive within {limit_s:g} s") from None
-        return b"".join(chunks)
-
 
 def problem_response(problem: Problem, headers: dict[str, str] | None = None) -> JSONResponse:
     """RFC 9457 problem details."""
     return JSONResponse(
         problem.to_dict(), problem.status, problem.headers() | (headers or {}), media_type=Problem.content_type
     )
+
+
+def _inbound(request: Request, request_id: str, body: bytes, route: routing.Route, deadline: float) -> Inbound:
+    headers = request.headers
+    return Inbound(
+        path=request.scope["path"],
+        request_id=request_id,
+        body=body,
+        headers={name: headers[name] for name in _FORWARDED if name in headers}
+        | {routing.REQUEST_ID_HEADER: request_id},
+        num_tokens=routing.num_tokens(headers, len(body)),
+        deadline=deadline,
+        prefix_key=route.prefix_key,
+    )
+
+
+async def _read_body(request: Request, max_bytes: int, limit_s: float) -> bytes:
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise Problem("opd:media-type", "compressed bodies are not served: send it without content-encoding")
+    declared = request.headers.get("content-length", "")
+    too_large = Problem("opd:too-large", f"the body is larger than the {max_bytes} bytes that are taken")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise too_large
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(limit_s):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > max_bytes:
+                    raise too_large
+                chunks.append(chunk)
+    except TimeoutError:
+        raise Problem("opd:deadline", f"the body did not arrive within {limit_s:g} s") from None
+    return b"".join(chunks)
 
 
 def _answer_response(answer: Answer, replica: Replica, request_id: str) -> Response:

@@ -148,6 +148,7 @@ class Members:
 
     async def drained(self, replica: Replica) -> None:
         """Return when nothing of a removed replica is in flight any more."""
+        await asyncio.sleep(_DRAIN_POLL_S)  # a request may have chosen it and not begun yet
         while replica.in_flight:
             await asyncio.sleep(_DRAIN_POLL_S)
 

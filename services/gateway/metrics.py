@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from services.gateway.keys import Client
 from services.gateway.pool import Pool
 from services.gateway.replica import State
 
@@ -19,12 +20,18 @@ _SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 class GatewayMetrics:
     """Counters that the proxy increments; gauges are read from the pools when somebody scrapes."""
 
-    def __init__(self, pools: Mapping[str, Pool]) -> None:
+    def __init__(self, pools: Mapping[str, Pool], clients: Mapping[str, Client]) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_PoolCollector(pools))
+        self.registry.register(_LiveCollector(pools, clients))
         common = {"namespace": "opd", "subsystem": "gateway", "registry": self.registry}
         self.responses = Counter(
             "responses_total", "Answers to clients; teacher is empty if unknown", ["teacher", "status"], **common
+        )
+        self.key_requests = Counter(
+            "key_requests_total",
+            "Answers by API key (its name; empty if none was shown); 429 also when the key has too many under way",
+            ["key", "status"],
+            **common,
         )
         self.request_seconds = Histogram(
             "request_seconds", "Time from a request's head to its answer", ["teacher"], buckets=_SECONDS, **common
@@ -59,9 +66,10 @@ class GatewayMetrics:
         return generate_latest(self.registry)
 
 
-class _PoolCollector(Collector):
-    def __init__(self, pools: Mapping[str, Pool]) -> None:
+class _LiveCollector(Collector):
+    def __init__(self, pools: Mapping[str, Pool], clients: Mapping[str, Client]) -> None:
         self._pools = pools
+        self._clients = clients
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         in_flight = GaugeMetricFamily("opd_gateway_in_flight", "Requests at a replica", labels=_REPLICA)
@@ -76,4 +84,7 @@ class _PoolCollector(Collector):
                 load.add_metric(labels, replica.load())
                 for name in State:
                     state.add_metric([*labels, name.value], float(replica.state is name))
-        yield from (in_flight, tokens, load, state)
+        of_key = GaugeMetricFamily("opd_gateway_key_in_flight", "Requests of an API key under way", labels=["key"])
+        for client in self._clients.values():
+            of_key.add_metric([client.name], client.in_flight)
+        yield from (in_flight, tokens, load, state, of_key)
