@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from shared.config_faults import explain, nearest
 from shared.errors import ConfigError
 from shared.overrides import apply_override
 
@@ -343,13 +343,8 @@ def parse(model: type[ConfigT], tree: dict[str, Any], *, origin: str) -> ConfigT
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(model, item) for item in error.errors(include_url=False)]
+        lines = [explain(model, item) for item in error.errors(include_url=False)]
         raise ConfigError(f"{origin}: " + "; ".join(lines)) from error
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The one of `known`, which is not empty, that is most like `word`."""
-    return difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)[0]
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -387,25 +382,3 @@ def check_model_folder(path: Path, *, setting: str) -> None:
             raise ConfigError(
                 f"{setting}: user {getpass.getuser()} may not read {file}; make it readable (chmod a+r)"
             ) from error
-
-
-def _explain(model: type[BaseModel], item: Any) -> str:
-    location = ".".join(str(part) for part in item["loc"])
-    if item["type"] != "extra_forbidden":
-        message = item["msg"].removeprefix("Value error, ")
-        return f"{location}: {message}" if location else message
-    key = str(item["loc"][-1])
-    known = _known_keys(model, item["loc"][:-1])
-    hint = f"did you mean {nearest(key, known)!r}?" if known else "it has no keys"
-    return f"{location}: unknown key; {hint}"
-
-
-def _known_keys(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
-    """Field names of the section at `location`, found by walking the annotations."""
-    current: Any = model
-    for part in location:
-        if isinstance(current, type) and issubclass(current, BaseModel):
-            current = current.model_fields[part].annotation
-        else:
-            current = current.__args__[-1]  # dict[str, X] or list[X]
-    return sorted(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else []

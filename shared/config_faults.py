@@ -1,0 +1,37 @@
+"""What is said of a configuration that does not fit: where, why, and what was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel
+
+
+def explain(model: type[BaseModel], item: Any) -> str:
+    """One of pydantic's errors as people want it: where, what, and the nearest known key."""
+    location = ".".join(str(part) for part in item["loc"])
+    if item["type"] != "extra_forbidden":
+        message = item["msg"].removeprefix("Value error, ")
+        return f"{location}: {message}" if location else message
+    key = str(item["loc"][-1])
+    known = _known_keys(model, item["loc"][:-1])
+    hint = f"did you mean {nearest(key, known)!r}?" if known else "it has no keys"
+    return f"{location}: unknown key; {hint}"
+
+
+def _known_keys(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
+    """Field names of the section at `location`, found by walking the annotations."""
+    current: Any = model
+    for part in location:
+        if isinstance(current, type) and issubclass(current, BaseModel):
+            current = current.model_fields[part].annotation
+        else:
+            current = current.__args__[-1]  # dict[str, X] or list[X]
+    return sorted(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else []
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The one of `known`, which is not empty, that is most like `word`."""
+    return difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)[0]
