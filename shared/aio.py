@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _CANCEL_AGAIN_S = 0.2
 
 
@@ -28,6 +29,23 @@ async def first(*coroutines: Coroutine[Any, Any, Any]) -> None:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
         await end(tasks)
+
+
+class Stopped(Exception):
+    """A signal to stop came before what was waited for."""
+
+
+async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """The coroutine's result; when `stop` comes first it is cancelled and Stopped raised."""
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Stopped
+        return task.result()
+    finally:
+        await end([task, stopped])
 
 
 async def run_loops(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import zlib
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -19,7 +18,7 @@ from services.rollout.vllm_sampler import VllmSampler
 from services.rollout.weights import WeightFollower
 from services.rollout.worker import RolloutWorker
 from shared import log
-from shared.aio import end, run_loops
+from shared.aio import Stopped, run_loops, unless_stopped
 from shared.client import LogprobsClient
 from shared.config import check_model_folder
 from shared.errors import ConfigError, RunFailed, WeightsError, run_main
@@ -32,10 +31,6 @@ from shared.service import HealthServer, api_key, check_port_free, leave, stop_e
 from shared.stream import TrajectoryStream
 
 _LOG = log.get(__name__)
-
-
-class _Stopped(Exception):
-    """SIGTERM arrived while the worker was starting."""
 
 
 class RolloutService:
@@ -53,7 +48,7 @@ class RolloutService:
         stop = stop_event()
         try:
             await self._run(stop)
-        except _Stopped:
+        except Stopped:
             _LOG.info("stopped", extra=log.fields(while_=self._phase))
         except WeightsError as error:
             raise RunFailed(f"worker {self._worker}: {error}") from error
@@ -88,7 +83,7 @@ class RolloutService:
             records += itertools.chain(*held_out.values())
             Renderer(config.student.model, max_len=config.student.max_model_len).check(records, config.routes)
             self._phase = "waiting for the teachers"
-            max_len = await _unless_stopped(stop, check_teachers(config, key))
+            max_len = await unless_stopped(stop, check_teachers(config, key))
             renderer = Renderer(config.student.model, max_len=max_len)
             if max_len < config.student.max_model_len:
                 renderer.check(records, config.routes)  # a teacher takes less than the student
@@ -96,7 +91,7 @@ class RolloutService:
             self._phase = "starting the engine"
             sampler = self._make_sampler(renderer)
             stack.push_async_callback(sampler.close)
-            await _unless_stopped(stop, sampler.start())
+            await unless_stopped(stop, sampler.start())
             self._phase = "running"
             policy = Policy(store, Keys(config.run.name))
             follower = WeightFollower(policy, sampler, model=config.student.model, dtype=config.student.dtype)
@@ -143,19 +138,6 @@ def make_leases(config: RolloutConfig, store: redis.asyncio.Redis) -> Leases:
         lease_s=config.rollout.lease_s,
         max_attempts=config.rollout.max_attempts,
     )
-
-
-async def _unless_stopped(stop: asyncio.Event, start: Coroutine[Any, Any, Any]) -> Any:
-    """The coroutine's result; when `stop` comes first it is cancelled and _Stopped raised."""
-    task = asyncio.ensure_future(start)
-    stopped = asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise _Stopped
-        return task.result()
-    finally:
-        await end([task, stopped])
 
 
 def _check_routes(prompts: PromptSet, config: RolloutConfig) -> None:

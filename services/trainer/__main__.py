@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import warnings
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from services.trainer.config import TrainerConfig, load
 from shared import log
-from shared.aio import end
 from shared.config import check_model_folder
 from shared.errors import run_main
 from shared.redis_client import connect
@@ -58,6 +56,8 @@ def _ranks(config: TrainerConfig) -> tuple[Student, Ranks]:
 
 def _follow(config: TrainerConfig) -> None:
     student, ranks = _ranks(config)
+    # torchrun passes SIGTERM on to every rank; rank 0, which may want a last checkpoint from all, says when it is over.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ranks.follow()
     student.model.close()
 
@@ -73,15 +73,7 @@ async def _lead(config: TrainerConfig) -> None:
         student, ranks = _ranks(config)
         stop = stop_event()
         status.update(ready=True, reason="training")
-        run = asyncio.ensure_future(Trainer(config, student, ranks, client).run())
-        stopped = asyncio.ensure_future(stop.wait())
-        await asyncio.wait({run, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not run.done():
-            log.get(__name__).info("stopping", extra=log.fields(reason="signal"))
-            await end([run])
-        with contextlib.suppress(asyncio.CancelledError):
-            run.result()
+        await Trainer(config, student, ranks, client).run(stop)
         ranks.stop()
         student.model.close()
     await client.aclose()

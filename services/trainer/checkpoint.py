@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import safetensors
 
@@ -31,14 +32,14 @@ class RunState:
         version: policy version that was current.
         ledger_length: bytes of the ledger that belong to this lineage.
         evaluations: (policy version, step) of every evaluation asked for.
-        layout: parallel layout that wrote the rank files.
+        config: the trainer's part of the run's configuration; a resumed run must agree with it (`shared.resume`).
     """
 
     step: int = 0
     version: int = 0
     ledger_length: int = 0
     evaluations: list[tuple[int, int]] = field(default_factory=list)
-    layout: dict[str, int] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 class Checkpoints:

@@ -30,11 +30,15 @@ from services.trainer.ranks import Ranks
 from services.trainer.student import Student
 from shared import ledger as books
 from shared import log
+from shared.aio import Stopped, unless_stopped
+from shared.config import parse
 from shared.errors import ConfigError, RunFailed, WeightsError
 from shared.keys import Keys
 from shared.leases import Gate
 from shared.ledger import Ledger
 from shared.policy import Announcement, Canary, Policy
+from shared.resume import check_same_run
+from shared.service import STOP_WITHIN_S
 from shared.stream import TrajectoryStream
 from shared.weights import push_folder
 
@@ -60,18 +64,20 @@ class Trainer:
         self._step = 0
         self._version = 0
         self._skipped_in_a_row = 0
+        self._saved_step = 0
         self._checkpoint_s = 0.0
+        self._slowest_checkpoint_s = 0.0
         self._evaluations: list[tuple[int, int]] = []
 
-    async def run(self) -> None:
-        """Train until the last step is done and evaluated.
+    async def run(self, stop: asyncio.Event) -> None:
+        """Train until the last step is done and evaluated, or until `stop`, with a checkpoint of what is done by then.
 
         Raises:
             RunFailed: the run cannot go on; the reason is in the run's state too, where workers see it.
             ConfigError: what is on disk or in Redis does not belong together.
         """
         try:
-            await self._run()
+            await self._run(stop)
         except (RunFailed, ConfigError) as error:
             await self._policy.fail(str(error))
             raise
@@ -84,7 +90,7 @@ class Trainer:
         except redis.exceptions.RedisError as error:
             raise RunFailed(f"redis.url does not answer any more: {error}") from error
 
-    async def _run(self) -> None:
+    async def _run(self, stop: asyncio.Event) -> None:
         state = await self._resume()
         self._ledger = Ledger(self._config.run.dir / "ledger.jsonl", state.ledger_length)
         self._steps = StepLog(self._config.run.dir / "metrics.jsonl", last_step=state.step)
@@ -95,22 +101,32 @@ class Trainer:
         await self._policy.open(gate)
         self._intake = self._make_intake()
         await self._publish([], evaluate=self._step in (0, self._config.run.steps))
-        while self._step < self._config.run.steps:
-            await self._train_one_step()
-        await self._finish()
+        try:
+            while self._step < self._config.run.steps:
+                await self._train_one_step(stop)
+            await self._finish(stop)
+        except Stopped:
+            await self._stop()
 
     async def _resume(self) -> RunState:
         found = self._checkpoints.latest()
         state = found[1] if found else RunState()
         if found:
+            self._check_resumed(state)
             self._ranks.call("load", str(found[0]))
             _LOG.info("resumed", extra=log.fields(step=state.step, checkpoint=str(found[0])))
         latest = await self._policy.latest()
         # Versions announced after the checkpoint are of another lineage: never use their numbers again.
         self._version = max(state.version, latest.version if latest else 0)
-        self._step = state.step
+        self._step = self._saved_step = state.step
         self._evaluations = list(state.evaluations)
         return state
+
+    def _check_resumed(self, state: RunState) -> None:
+        where = f"the run in {self._config.run.dir}"
+        if state.step > self._config.run.steps:
+            raise ConfigError(f"{where} has taken {state.step} steps, run.steps={self._config.run.steps} is less")
+        check_same_run(parse(TrainerConfig, state.config, origin=where), self._config, where=where)
 
     def _make_intake(self) -> Intake:
         settings = self._config.trainer
@@ -124,10 +140,13 @@ class Trainer:
             data_timeout_s=settings.data_timeout_s,
         )
 
-    async def _train_one_step(self) -> None:
+    async def _train_one_step(self, stop: asyncio.Event) -> None:
+        """Wait for a batch and train on it; once there is one, the step is completed whatever comes."""
         began = time.monotonic()
         dropped_before = self._ledger.counts[books.DROPPED_STALE]
-        batch = await self._intake.next_batch(self._config.trainer.batch_size, version=self._version, step=self._step)
+        size = self._config.trainer.batch_size
+        reading = self._intake.next_batch(size, version=self._version, step=self._step)
+        batch = await unless_stopped(stop, reading)
         description = describe_batch(batch, self._version)
         computed = time.monotonic()
         result = self._ranks.call("step", [(e.trajectory_id, e.payload) for e in batch.entries])
@@ -150,7 +169,6 @@ class Trainer:
         self._checkpoint_s = 0.0
         if last or self._step % self._config.trainer.checkpoint_every == 0:
             await self._checkpoint()
-            self._checkpoint_s = time.monotonic() - ended
 
     def _check_finite(self, result: dict[str, Any]) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result["skipped"] else 0
@@ -185,15 +203,29 @@ class Trainer:
         await self._policy.announce(announcement, settled, needed=needed, num_bytes=manifest.num_bytes)
         return manifest.num_bytes
 
+    async def _stop(self) -> None:
+        """Keep what was trained since the last checkpoint, unless writing it would outlast the time for a stop."""
+        unsaved = self._step - self._saved_step
+        may_take_s = STOP_WITHIN_S / 2
+        write = unsaved > 0 and self._slowest_checkpoint_s < may_take_s
+        _LOG.info("stopping", extra=log.fields(step=self._step, unsaved_steps=unsaved, checkpoint=write))
+        if write:
+            await self._checkpoint()
+
     async def _checkpoint(self) -> None:
+        began = time.monotonic()
         state = RunState(
             step=self._step,
             version=self._version,
             ledger_length=self._ledger.sync(),
             evaluations=self._evaluations,
+            config=self._config.model_dump(mode="json", exclude={"redis": {"url"}}),  # it may hold a password
         )
         self._checkpoints.write(state, lambda folder: self._ranks.call("save", str(folder)))
         await self._intake.acknowledge()
+        self._saved_step = self._step
+        self._checkpoint_s = time.monotonic() - began
+        self._slowest_checkpoint_s = max(self._slowest_checkpoint_s, self._checkpoint_s)
 
     async def _report(
         self,
@@ -231,20 +263,10 @@ class Trainer:
         TRAJECTORIES.labels(books.DROPPED_STALE).inc(dropped)
         _LOG.info("step", extra=log.fields(step=self._step, loss=result["loss"], step_s=times["step"]))
 
-    async def _finish(self) -> None:
-        """Wait for the last evaluation, leave the student as a plain model folder, and close the run."""
+    async def _finish(self, stop: asyncio.Event) -> None:
+        """Leave the student as a plain model folder, wait for the last evaluation, and close the run."""
         self._ranks.call("export", str(self._config.run.dir / "student"))
-        last_version = self._evaluations[-1][0]
-        deadline = time.monotonic() + _EVALUATION_TIMEOUT_S
-        while await self._policy.evaluation(last_version) is None:
-            if not await self._policy.evaluation_skipped(last_version):
-                deadline = time.monotonic() + _EVALUATION_TIMEOUT_S  # a worker is at it
-            if time.monotonic() > deadline:
-                raise RunFailed(
-                    f"no worker evaluated version {last_version} within {_EVALUATION_TIMEOUT_S:.0f} s; "
-                    "look at the rollout worker's log"
-                )
-            await asyncio.sleep(0.2)
+        await unless_stopped(stop, self._last_evaluation(self._evaluations[-1][0]))
         results = [
             {"version": version, "step": step, "result": await self._policy.evaluation(version)}
             for version, step in self._evaluations
@@ -255,6 +277,19 @@ class Trainer:
         await self._policy.finish()
         self._steps.close()
         self._ledger.close()
+
+    async def _last_evaluation(self, last_version: int) -> None:
+        """Return once a worker has evaluated the last version. RunFailed when none takes it up."""
+        deadline = time.monotonic() + _EVALUATION_TIMEOUT_S
+        while await self._policy.evaluation(last_version) is None:
+            if not await self._policy.evaluation_skipped(last_version):
+                deadline = time.monotonic() + _EVALUATION_TIMEOUT_S  # a worker is at it
+            if time.monotonic() > deadline:
+                raise RunFailed(
+                    f"no worker evaluated version {last_version} within {_EVALUATION_TIMEOUT_S:.0f} s; "
+                    "look at the rollout worker's log"
+                )
+            await asyncio.sleep(0.2)
 
 
 def _canary_ids(config: TrainerConfig) -> list[int]:
