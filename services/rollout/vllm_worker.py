@@ -4,7 +4,8 @@ Why not plain `reload_weights`: on the CPU build every linear layer keeps a *pac
 reload re-packs a layer when tensors arrive for it, but none ever arrive for a tied `lm_head` (the checkpoint has only
 `model.embed_tokens.weight`), so its packed copy keeps the old weights and the served logprobs are silently those of a
 model that never existed. Here the head is packed again after every load. Unlike `reload_weights` this also fails when
-the push lacks a tensor, instead of leaving the old one in place with a warning.
+the push lacks a tensor, instead of leaving the old one in place with a warning, and when a layer does not compute with
+the pushed values afterwards, for whatever reason (`vllm_probe.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from services.rollout.vllm_probe import check_served
 from shared.service import end_with
 
 if TYPE_CHECKING:
@@ -47,7 +49,8 @@ class WorkerExtension:
     def opd_load_weights(self, path: str) -> float:
         """Load all tensors of the push folder `path` in place. Returns seconds taken.
 
-        Raises ValueError naming tensors that the model has and the push lacks; the model is then not usable.
+        Raises ValueError naming a tensor that the model has and the push lacks, or a layer that does not compute with
+        what was pushed; the model is then not usable.
         """
         started = time.perf_counter()
         model = self.model_runner.get_model()
@@ -59,6 +62,7 @@ class WorkerExtension:
             if missing := expected - loaded:
                 raise ValueError(f"the push lacks {len(missing)} tensors of the model, e.g. {sorted(missing)[:3]}")
             self._pack_tied_heads(model)
+            check_served(model, Path(path))
         return time.perf_counter() - started
 
     def _pack_tied_heads(self, model: torch.nn.Module) -> None:

@@ -16,8 +16,10 @@ import pytest_asyncio
 
 from services.rollout.sampler import Completion
 from services.rollout.vllm_sampler import VllmSampler
+from services.rollout.weights import TOLERANCES
 from shared.errors import ConfigError, WeightsError
 from tests.conftest import wait_until
+from tests.rollout.stale_worker import LAYER
 from tests.rollout.tiny_students import EOS, logprobs, make_model, push, save
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -38,9 +40,9 @@ class Engine:
         await self.sampler.load_weights(push(self.models[index], self.root, version), version)
 
 
-def make_sampler(folder: Path) -> VllmSampler:
+def make_sampler(folder: Path, dtype: str = "float32") -> VllmSampler:
     return VllmSampler(
-        folder, dtype="float32", max_model_len=256, max_num_seqs=32, kv_cache_bytes=64 * 2**20, threads=1,
+        folder, dtype=dtype, max_model_len=256, max_num_seqs=32, kv_cache_bytes=64 * 2**20, threads=1,
         stop_token_ids=[EOS],
     )  # fmt: skip
 
@@ -168,6 +170,30 @@ async def test_missing_tensor_is_an_error_not_an_old_weight(engine: Engine) -> N
     model.state_dict = lambda: state
     with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
         await engine.sampler.load_weights(push(model, engine.root, 30), 30)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+async def test_one_layer_that_missed_one_small_update_is_seen_in_bfloat16(tmp_path: Path, tied: bool) -> None:
+    """Where the canary is blind: its bounds are a thousand times what such an update changes."""
+    import torch
+
+    model = make_model("qwen3" if tied else "llama", tied=tied, seed=0)
+    sampler = make_sampler(save(model, tmp_path / "student"), "bfloat16")
+    sampler._engine_args["worker_extension_cls"] = "tests.rollout.stale_worker.StaleWorker"
+    await sampler.start()
+    try:
+        await sampler.load_weights(push(model, tmp_path / "weights", 1, dtype="bfloat16"), 1)
+        before = await sampler.score(PROMPT * 6)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1e-4 * torch.sign(torch.randn_like(parameter)))
+        with pytest.raises(WeightsError, match=rf"{LAYER} does not compute with the weight that was pushed"):
+            await sampler.load_weights(push(model, tmp_path / "weights", 2, dtype="bfloat16"), 2)
+        bounds = TOLERANCES["bfloat16"]
+        drift = np.abs(before - logprobs(model, PROMPT * 6))
+        assert drift.mean() < bounds.mean and drift.max() < bounds.max, "the canary would have let it pass"
+    finally:
+        await sampler.close()
 
 
 async def test_a_folder_that_cannot_be_served_is_a_config_error(tmp_path: Path) -> None:

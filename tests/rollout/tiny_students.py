@@ -37,14 +37,17 @@ def save(model: Any, folder: Path) -> Path:
     return folder
 
 
-def push(model: Any, root: Path, version: int) -> Path:
+def push(model: Any, root: Path, version: int, *, dtype: str = "float32") -> Path:
     """What a trainer pushes: every tensor once, no lm_head where it is tied."""
     tensors = {name: value for name, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
+    import torch
+
+    cast = {name: value.to(getattr(torch, dtype)).contiguous() for name, value in tensors.items()}
     records = [
-        TensorBytes(name, "float32", tuple(value.shape), value.contiguous().numpy().tobytes())
-        for name, value in tensors.items()
+        TensorBytes(name, dtype, tuple(value.shape), value.view(torch.uint8).numpy().tobytes())
+        for name, value in cast.items()
     ]
     return write_push(root, version, records, keep=3)[0]
 
