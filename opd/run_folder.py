@@ -81,8 +81,11 @@ def prepare(config: RunConfig, *, fresh: bool) -> None:
     record = folder / "config.yaml"
     if record.exists() and (folder / "ledger.jsonl").exists():  # the trainer's first act: before it nothing is lost
         check_same_run(_read_record(record), config, where=f"the run in {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(record, config.model_copy(update={"redis": _without_password(config)}))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(record, config.model_copy(update={"redis": _without_password(config)}))
+    except OSError as error:
+        raise ConfigError(f"run.dir {folder} cannot be written: {error}; make room or take another run.dir") from error
 
 
 def write_parts(config: RunConfig, url: str) -> dict[str, Path]:

@@ -8,31 +8,23 @@ from typing import Any
 from shared.config import Section
 from shared.errors import ConfigError
 
-MAY_CHANGE = (
-    "run.dir",
-    "run.steps",
-    *(
-        f"teachers.*.{key}"
-        for key in ("host", "ports.*", "max_*", "kv_cache_bytes", "threads")  # an address, or a limit of the engine
+_MAY_CHANGE = {
+    "run": ("dir", "steps"),
+    # addresses, and limits of an engine
+    "teachers.*": ("host", "ports.*", "discovery", "max_*", "kv_cache_bytes", "threads"),
+    "gateway": ("*",),
+    "redis": ("url",),
+    "rollout": ("host", "port", "concurrency", "max_num_seqs", "kv_cache_bytes", "threads", "lease_s", "max_attempts"),
+    "flow": ("*",),
+    "trainer": (
+        *("host", "port", "threads", "microbatch_tokens", "checkpoint_every", "keep_*", "data_timeout_s"),
+        *("max_bad_trajectories", "max_skipped_steps"),
+        # the optimizer's: a lower rate is what one tries after steps whose gradient was not finite
+        *("lr", "betas.*", "eps", "weight_decay", "grad_clip", "warmup_steps"),
+        "*_parallel",  # a checkpoint that cannot be read with another split says so itself
     ),
-    "gateway.*",
-    "redis.url",
-    *(
-        f"rollout.{key}"
-        for key in ("host", "port", "concurrency", "max_num_seqs", "kv_cache_bytes", "threads", "lease_s")
-    ),
-    "rollout.max_attempts",
-    "flow.*",
-    # the optimizer's settings: a lower rate is what one tries after steps whose gradient was not finite
-    *(f"trainer.{key}" for key in ("lr", "betas.*", "eps", "weight_decay", "grad_clip", "warmup_steps")),
-    *(
-        f"trainer.{key}"
-        for key in ("host", "port", "microbatch_tokens", "checkpoint_every", "keep_*", "max_*", "data_timeout_s")
-    ),
-    "trainer.threads",
-    "trainer.*_parallel",  # a checkpoint that cannot be read with another split says so itself
-    "eval.*",
-)
+    "eval": ("*",),
+}
 """Everything else makes another run of it: what is sampled, who scores it, what is learned from it."""
 
 _NAMED = 4
@@ -50,11 +42,7 @@ def check_same_run(before: Section, now: Section, *, where: str) -> None:
         ConfigError: names the keys with both values, and the mend.
     """
     old, new = _leaves(before.model_dump(mode="json")), _leaves(now.model_dump(mode="json"))
-    keys = [
-        key
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
-    ]
+    keys = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and not _may_change(key)]
     if keys:
         said = "; ".join(f"{key} was {_shown(old, key)} and is {_shown(new, key)}" for key in keys[:_NAMED])
         more = f"; and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
@@ -62,6 +50,10 @@ def check_same_run(before: Section, now: Section, *, where: str) -> None:
             f"{where} was begun with another configuration and cannot go on with this one: {said}{more}: change it "
             "back, start anew with --fresh, or take another --set run.dir=…"
         )
+
+
+def _may_change(key: str) -> bool:
+    return any(fnmatchcase(key, f"{section}.{name}") for section, names in _MAY_CHANGE.items() for name in names)
 
 
 def _leaves(tree: Any, path: str = "") -> dict[str, Any]:

@@ -92,6 +92,7 @@ def write_push(root: Path, version: int, tensors: Iterable[TensorBytes], *, keep
         for old in sorted(root.glob("v[0-9]*[0-9]"))[:-keep]:
             shutil.rmtree(old)
     except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)  # on a full disk the half of a push is in everybody's way
         raise WeightsError(f"weights of version {version} cannot be written to {path}: {error}") from error
     return path, manifest
 

@@ -11,8 +11,8 @@ from shared.client import LogprobsClient
 from shared.errors import ConfigError, TeacherError
 from shared.tokenizer import tokenizer_hash
 
-START_TIMEOUT_S = 180.0
-"""How long teachers may take to load their models."""
+START_TIMEOUT_S = 600.0
+"""How long teachers may take to load their models. One that has died meanwhile is noticed by who started it."""
 
 _UNREACHABLE_S = 10.0
 _TRY_S = 5.0
@@ -59,8 +59,12 @@ async def _wait_info(config: RolloutConfig, client: LogprobsClient, teacher: str
             return await client.info(teacher)
         except TeacherError as error:
             waited_s = time.monotonic() - started
-            limit_s = START_TIMEOUT_S if error.status == 503 else _UNREACHABLE_S
-            if error.retry_after_s is None or waited_s > limit_s:
+            if error.status == 503 and waited_s > START_TIMEOUT_S:
+                raise ConfigError(
+                    f"teacher {teacher!r} was not ready within {START_TIMEOUT_S:.0f} s: {error.reason}; "
+                    "look at the teacher's log and its /readyz, then start again"
+                ) from error
+            if error.retry_after_s is None or (error.status != 503 and waited_s > _UNREACHABLE_S):
                 raise ConfigError(
                     f"teacher {teacher!r} is not to be had at the gateway {' or '.join(config.gateway.addresses)} "
                     f"(gateway.host and .port, or gateway.urls): {error.reason}; start both before the workers"

@@ -34,6 +34,21 @@ def pids_of(configs: Path) -> dict[str, int]:
     return found
 
 
+def marked(variable: str) -> list[int]:
+    """Live processes with NAME=VALUE in their environment."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                is_zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            except OSError:
+                continue  # it ended meanwhile
+            if variable in environment and not is_zombie:
+                found.append(int(entry.name))
+    return found
+
+
 async def test_a_run_survives_kills_and_accounts_for_every_trajectory(
     tmp_path: Path, run_service: Callable[..., Service]
 ) -> None:
@@ -78,12 +93,43 @@ async def test_a_run_survives_kills_and_accounts_for_every_trajectory(
     assert re.search(r"error: the run in .* is finished: give --fresh", again.output())
 
 
-async def test_an_interrupted_run_leaves_nothing_running(tmp_path: Path, run_service: Callable[..., Service]) -> None:
+async def test_a_run_that_is_interrupted_and_killed_still_accounts_for_every_trajectory(
+    tmp_path: Path, run_service: Callable[..., Service]
+) -> None:
+    """Neither way leaves a process behind, engines included, and the last start completes what the first began."""
     config = demo_config(
-        tmp_path, run={"steps": 4}, eval={"size": 8}, trainer={"batch_size": 32, "checkpoint_every": 2}
+        tmp_path, run={"steps": 9}, eval={"size": 8}, trainer={"batch_size": 32, "checkpoint_every": 100}
     )
-    run = run_service("opd", "up", "--config", config)
-    configs, metrics = tmp_path / "run" / "config", tmp_path / "run" / "metrics.jsonl"
-    await wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, 240, "two steps")
-    assert run.stop(signal.SIGINT, 40) in (0, 130)
-    assert pids_of(configs) == {}
+    folder, marker = tmp_path / "run", f"OPD_TEST_RUN={tmp_path}"
+
+    def start() -> Service:
+        return run_service("opd", "up", "--config", config, env={"OPD_TEST_RUN": str(tmp_path)})
+
+    async def until_step(run: Service, step: int) -> None:
+        def reached() -> bool:
+            assert run.process.poll() is None, run.output()[-4000:]
+            metrics = folder / "metrics.jsonl"
+            return metrics.exists() and f'"step": {step},' in metrics.read_text()
+
+        await wait_until(reached, 240, f"step {step}")
+
+    interrupted = start()
+    await until_step(interrupted, 3)
+    assert interrupted.stop(signal.SIGINT, 40) == 130
+    assert marked(marker) == []
+    (saved,) = (folder / "checkpoints").iterdir()
+    assert int(saved.name.removeprefix("step-")) >= 3, "a stop writes a checkpoint of its own"
+
+    killed = start()
+    await until_step(killed, 7)
+    killed.stop(signal.SIGKILL)
+    await wait_until(lambda: marked(marker) == [], 30, "all that it started has ended")
+
+    last = start()
+    await wait_until(lambda: last.process.poll() is not None, 300, "the end of the run")
+    assert last.process.returncode == 0, last.output()[-4000:]
+    books = json.loads((folder / "report.json").read_text())["trajectories"]
+    assert books["trained"] == 9 * 32
+    assert (books["lost"], books["trained_twice"], books["dead_letter"]) == (0, 0, 0)
+    assert marked(marker) == []
+    assert sorted(item.name for item in tmp_path.iterdir() if item.suffix == ".lock") == []

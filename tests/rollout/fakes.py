@@ -164,8 +164,10 @@ class FakeTeacher:
             server.should_exit = True
             await task
 
-    async def _info(self) -> dict[str, Any]:
-        return self.info
+    async def _info(self) -> Response:
+        if self.problem is not None:
+            return Response(json.dumps(self.problem.to_dict()), self.problem.status)
+        return Response(json.dumps(self.info), media_type="application/json")
 
     async def _logprobs(self, request: Request) -> Response:
         self.requests += 1

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from services.trainer.checkpoint import Checkpoints, RunState
 from shared.errors import RunFailed
+from tests.conftest import REPO
 
 
 def save(folder: Path) -> None:
@@ -56,6 +59,38 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path: Path) -> N
     with pytest.raises(RunFailed, match=r"No space left on device; make room or change run.dir"):
         checkpoints.write(RunState(step=2), full)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from safetensors.numpy import save_file
+from services.trainer.checkpoint import Checkpoints, RunState
+from shared.errors import run_main
+
+def save(count):
+    return lambda folder: save_file({"w": np.ones(count)}, folder / "rank-00000.safetensors")
+
+def main():
+    checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
+    checkpoints.write(RunState(step=1), save(9))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))  # what a write meets on a full disk, but for the number
+    checkpoints.write(RunState(step=2), save(2**17))
+
+run_main(main)
+"""
+
+
+def test_a_disk_that_fills_up_inside_the_writer_ends_the_run_with_a_reason(tmp_path: Path) -> None:
+    """safetensors' own writer fails with an error that is no OSError."""
+    run = subprocess.run([sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True, cwd=REPO)
+    assert run.returncode == 3, run.stderr
+    assert f"failed: checkpoint {tmp_path / 'step-00000002'} cannot be written" in run.stderr
+    assert "make room or change run.dir, then start again to resume" in run.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    found = Checkpoints(tmp_path, keep=2).latest()
+    assert found is not None and found[1].step == 1
 
 
 def test_what_a_crash_left_half_written_is_cleared(tmp_path: Path) -> None:
