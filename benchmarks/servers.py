@@ -1,0 +1,194 @@
+"""Real server processes of the benchmark, each alive while its context is open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_START_S = 180.0
+_STOP_S = 20.0
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What both engines are told alike, so that only the way of the logprobs differs."""
+
+    model: Path
+    dtype: str = "bfloat16"
+    threads: int = 1
+    max_model_len: int = 1024
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    kv_cache_bytes: int = 256 * 2**20
+    top_k: int = 64
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server.
+
+    Attributes:
+        pid: of the process that was started; engines have children of their own.
+    """
+
+    name: str
+    url: str
+    pid: int
+
+
+@contextlib.contextmanager
+def teacher(settings: EngineSettings, logs: Path, *overrides: str, name: str = "bench") -> Iterator[Server]:
+    """Our teacher; `overrides` are `--set` texts of TeacherSection."""
+    port = free_port()
+    fields = {
+        "max_model_len": settings.max_model_len - 1,  # the engine gets one more, for the token that is thrown away
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_num_seqs": settings.max_num_seqs,
+        "kv_cache_bytes": settings.kv_cache_bytes,
+        "threads": settings.threads,
+    }
+    command = [sys.executable, "-m", "services.teacher", "--name", name, "--model", str(settings.model)]
+    command += ["--port", str(port), "--dtype", settings.dtype]
+    for text in [*(f"{key}={value}" for key, value in fields.items()), *overrides]:
+        command += ["--set", text]
+    with _running("teacher", command, port, "/readyz", logs) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def vllm_serve(settings: EngineSettings, logs: Path) -> Iterator[Server]:
+    """vLLM's own server with the teacher's engine settings, its float32 head and its environment.
+
+    It is the module behind `vllm serve`; the command itself looks for a distribution named vllm, which the CPU build
+    is not.
+    """
+    port = free_port()
+    options = {
+        "host": "127.0.0.1",
+        "port": port,
+        "served-model-name": "bench",
+        "dtype": settings.dtype,
+        "max-model-len": settings.max_model_len,
+        "max-num-batched-tokens": settings.max_num_batched_tokens,
+        "max-num-seqs": settings.max_num_seqs,
+        "max-logprobs": 256,
+        "kv-cache-memory-bytes": settings.kv_cache_bytes,
+        "hf-overrides": '{"head_dtype": "float32"}',
+        "logprobs-mode": "raw_logprobs",
+        "generation-config": "vllm",
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(settings.model)]
+    for key, value in options.items():
+        command += [f"--{key}", str(value)]
+    command += ["--enforce-eager", "--no-enable-prefix-caching", "--disable-log-stats", "--disable-uvicorn-access-log"]
+    with _running("vllm-serve", command, port, "/health", logs, _vllm_environment(settings.threads)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def gateway(teachers: Mapping[str, str], logs: Path) -> Iterator[Server]:
+    """Our gateway in front of teachers, given as {name: url}."""
+    port = free_port()
+    command = [sys.executable, "-m", "services.gateway", "--port", str(port)]
+    for name, url in teachers.items():
+        command += ["--teacher", f"{name}={url}"]
+    with _running("gateway", command, port, "/readyz", logs) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def vllm_router(python: Path, worker_url: str, logs: Path) -> Iterator[Server]:
+    """vllm-router from an environment of its own, in front of one `vllm serve`."""
+    port = free_port()
+    command = [str(python), "-m", "vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--worker-urls", worker_url, "--prometheus-port", str(free_port())]
+    with _running("vllm-router", command, port, "/health", logs) as server:
+        yield server
+
+
+def _vllm_environment(threads: int) -> dict[str, str]:
+    """What services/teacher/vllm_scorer.py sets for our own engine."""
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+
+
+@contextlib.contextmanager
+def _running(
+    name: str,
+    command: Sequence[str],
+    port: int,
+    ready_path: str,
+    logs: Path,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """A process group that answers 200 at `ready_path`; its output goes to `logs`/NAME.log.
+
+    Raises:
+        RuntimeError: it ended, or was not ready in time; names its log.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | dict(environment or {}),
+            start_new_session=True,
+        )
+    try:
+        _wait_ready(process, f"http://127.0.0.1:{port}{ready_path}", log)
+        yield Server(name, f"http://127.0.0.1:{port}", process.pid)
+    finally:
+        _end(process)
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"{log.stem} ended with status {process.returncode}; see {log}")
+        try:
+            with urllib.request.urlopen(url, timeout=5) as response:
+                if response.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(_POLL_S)
+    raise RuntimeError(f"{log.stem} was not ready within {_START_S:g} s; see {log}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process, then whatever is left of its group (an engine core outlives a killed server)."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
