@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROJECTS := shared services/teacher services/gateway services/rollout services/trainer
 
-.PHONY: help install demo smollm2 test test-fast lint clean
+.PHONY: help install demo smollm2 test test-fast lint bench bench-scoring clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -37,6 +37,12 @@ lint: $(STAMP) ## style, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+
+bench: bench-scoring ## all measurements against their targets; docs/benchmarks.md has what they gave
+
+bench-scoring: $(STAMP) ## teacher and gateway beside vllm serve, ten minutes on two idle cores
+	$(BIN)/opd fetch smollm2-135m
+	$(BIN)/python -m benchmarks.scoring
 
 clean: ## delete the environment and the runs
 	rm -rf $(VENV) runs

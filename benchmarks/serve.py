@@ -39,9 +39,9 @@ def _jobs(ours: Server, theirs: Server, top_k: int) -> dict[str, Job]:
     half = NUM_TOKENS // 2
     return {
         "vllm": job(theirs, VLLM, 16, top_k, None, ""),
-        "whole": job(ours, TEACHER, 80, top_k, None, "float16"),
-        "half": job(ours, TEACHER, 80, top_k, half, "float16"),
-        "wide": job(ours, TEACHER, 48, top_k, None, "float32"),
+        "whole": job(ours, TEACHER, 64, top_k, None, "float16"),
+        "half": job(ours, TEACHER, 64, top_k, half, "float16"),
+        "wide": job(ours, TEACHER, 32, top_k, None, "float32"),
         "forward": job(theirs, VLLM, 320, None, None, ""),
     }
 

@@ -31,6 +31,7 @@ class EngineSettings:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     kv_cache_bytes: int = 256 * 2**20
+    block_size: int = 32  # the teacher's, see services/teacher/vllm_scorer.py
     top_k: int = 64
 
 
@@ -87,11 +88,12 @@ def vllm_serve(settings: EngineSettings, logs: Path) -> Iterator[Server]:
         "hf-overrides": '{"head_dtype": "float32"}',
         "logprobs-mode": "raw_logprobs",
         "generation-config": "vllm",
+        "block-size": settings.block_size,
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(settings.model)]
     for key, value in options.items():
         command += [f"--{key}", str(value)]
-    command += ["--enforce-eager", "--no-enable-prefix-caching", "--disable-log-stats", "--disable-uvicorn-access-log"]
+    command += ["--enforce-eager", "--enable-prefix-caching", "--disable-log-stats", "--disable-uvicorn-access-log"]
     with _running("vllm-serve", command, port, "/health", logs, _vllm_environment(settings.threads)) as server:
         yield server
 

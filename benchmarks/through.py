@@ -69,8 +69,8 @@ def _cost(direct: Server, proxy: Server, api: str, top_k: int, *, num_requests: 
 
     found = alternate({"direct": Job(direct, plan(direct.url)), "proxy": Job(proxy, plan(proxy.url))}, _ROUNDS)
     small = [Target(url, api, top_k, _SMALL_TOKENS // 2) for url in (direct.url, proxy.url)]
-    measure(Plan(small, 40, _SMALL_TOKENS, VOCAB_SIZE, concurrency=1, seed=1))
-    measured = measure(Plan(small, 2 * _SMALL_REQUESTS, _SMALL_TOKENS, VOCAB_SIZE, concurrency=1, seed=2))
+    measure(Plan(small, 40, _SMALL_TOKENS, VOCAB_SIZE, concurrency=1, seed=100_001))
+    measured = measure(Plan(small, 2 * _SMALL_REQUESTS, _SMALL_TOKENS, VOCAB_SIZE, concurrency=1, seed=100_002))
     return found["proxy"].tokens_per_s / found["direct"].tokens_per_s, measured.median_ms(1) - measured.median_ms(0)
 
 

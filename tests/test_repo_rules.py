@@ -13,7 +13,7 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 SOURCES = [
     file
-    for room in ("shared", "services", "opd")
+    for room in ("shared", "services", "opd", "benchmarks")
     for file in sorted((REPO / room).rglob("*.py"))
     if "build" not in file.parts
 ]
