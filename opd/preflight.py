@@ -6,8 +6,9 @@ import os
 import shutil
 from pathlib import Path
 
-from shared.config import RunConfig, check_model_folder
+from shared.config import RunConfig
 from shared.errors import ConfigError
+from shared.model_folder import check_model_folder
 from shared.prompts import PromptSet
 from shared.service import check_port_free
 from shared.tokenizer import tokenizer_hash

@@ -1,4 +1,5 @@
-"""The configuration of a run: one YAML file, checked before anything starts. Every default of the system lives here.
+"""The configuration of a run: one YAML file, checked before anything starts. Every default of the system lives here
+(those of single losses in `shared/losses.py`).
 
 `load_run` reads the file, applies `--set dotted.key=value` overrides and validates. A service gets its part of it only
 (`shared/parts.py`). Relative paths are relative to the working directory.
@@ -7,21 +8,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shared.config_faults import explain, nearest
+from shared.config_faults import explain, nearest, removed_keys
 from shared.errors import ConfigError
+from shared.losses import LOSSES, loss_faults
 from shared.overrides import apply_override
 
 Dtype = Literal["float32", "bfloat16"]
-LossName = Literal["forward_kl", "policy_gradient"]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
+MixtureWeight = Annotated[float, Field(gt=0, lt=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 ServiceName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 
@@ -61,8 +63,27 @@ class ReplicasSection(Section):
     discovery: Literal["ports", "dns", "register"] = "ports"
 
 
-class TeacherSection(ReplicasSection):
-    """One teacher, and what its opinion counts for in the loss."""
+class ObjectiveSection(Section):
+    """What a teacher's opinion counts for: one of `shared.losses.LOSSES` and its factor.
+
+    `beta` (jsd) and `alpha` (skew_kl) are the teacher's weight in those losses' mixtures; null: the loss's default.
+    """
+
+    loss: str = "forward_kl"
+    coefficient: Annotated[float, Field(gt=0)] = 1.0
+    beta: MixtureWeight | None = None
+    alpha: MixtureWeight | None = None
+
+    @property
+    def teacher_weight(self) -> float:
+        """Of the teacher in the loss's mixture; 0 for a loss without one."""
+        spec = LOSSES[self.loss]
+        written = getattr(self, spec.weight_key) if spec.weight_key else None
+        return spec.default_weight if written is None else written
+
+
+class TeacherSection(ReplicasSection, ObjectiveSection):
+    """One teacher: its model, its engine, where its replicas listen, and what its opinion counts for."""
 
     model: Path
     dtype: Dtype = "bfloat16"
@@ -74,8 +95,6 @@ class TeacherSection(ReplicasSection):
     max_body_bytes: Positive = 16 * 2**20
     kv_cache_bytes: Positive = 256 * 2**20
     threads: Positive = 1
-    loss: LossName = "forward_kl"
-    coefficient: Annotated[float, Field(gt=0)] = 1.0
 
 
 class SourceSection(Section):
@@ -191,7 +210,12 @@ class FlowSection(Section):
 
 
 class TrainerSection(Section):
-    """Optimizer, batch and checkpoints. `batch_size` counts trajectories a step over all ranks."""
+    """Optimizer, batch and checkpoints. `batch_size` counts trajectories a step over all ranks.
+
+    `reward_coefficient` above 0 adds the task reward's policy gradient to every teacher's loss; its advantage is the
+    reward minus the mean over the prompt's n completions. `clip_range` and `max_importance_weight` bound that policy
+    gradient and the loss of the same name.
+    """
 
     host: str = "127.0.0.1"
     port: Port = 8300
@@ -202,6 +226,9 @@ class TrainerSection(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    reward_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    max_importance_weight: Annotated[float, Field(ge=1)] = 2.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     tensor_parallel: Positive = 1
     pipeline_parallel: Positive = 1
@@ -236,16 +263,16 @@ class RunConfig(Section):
     trainer: TrainerSection = TrainerSection()
     eval: EvalSection = EvalSection()
 
+    @property
+    def objectives(self) -> Mapping[str, ObjectiveSection]:
+        """By teacher, what it counts for in the loss."""
+        return self.teachers
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_removed(cls, tree: Any) -> Any:
-        """Keys that other systems have, at the top and among the teachers, where any name would pass."""
-        teachers = tree.get("teachers")
-        places = {"": tree, "teachers.": teachers if isinstance(teachers, dict) else {}}
-        found = [f"{place}{key}" for place, section in places.items() for key in section if key in _REMOVED]
-        if found:
-            mends = [f"{where}: this key does not exist here; {_REMOVED[where.split('.')[-1]]}" for where in found]
-            raise ValueError("; ".join(mends))
+        if found := removed_keys(tree):
+            raise ValueError("; ".join(found))
         return tree
 
     @model_validator(mode="after")
@@ -274,8 +301,8 @@ class RunConfig(Section):
         for name, teacher in self.teachers.items():
             if name not in self.routes.values():
                 yield f"teachers.{name}: no data_source is routed to it; add one under routes or remove it"
-            if teacher.loss == "forward_kl" and self.rollout.top_k < 1:
-                yield f"teachers.{name}.loss forward_kl needs rollout.top_k of at least 1"
+            weight_keys = frozenset(key for key in ("beta", "alpha") if getattr(teacher, key) is not None)
+            yield from loss_faults(teacher.loss, teacher=name, top_k=self.rollout.top_k, weight_keys=weight_keys)
             if self.rollout.top_k > teacher.max_top_k:
                 yield (
                     f"rollout.top_k={self.rollout.top_k} is over teachers.{name}.max_top_k={teacher.max_top_k}: "
@@ -288,21 +315,17 @@ class RunConfig(Section):
                 f"trainer.batch_size={self.trainer.batch_size} must be a multiple of rollout.n={self.rollout.n}, "
                 "since a prompt's completions arrive together"
             )
+        if self.trainer.reward_coefficient and self.rollout.n == 1:
+            yield (
+                "trainer.reward_coefficient is set, but with rollout.n=1 a completion's reward is its own baseline and "
+                "every advantage is 0: write rollout.n of 2 or more"
+            )
         if self.rollout.max_tokens >= self.student.max_model_len:
             yield (
                 f"rollout.max_tokens={self.rollout.max_tokens} leaves no room for a prompt in "
                 f"student.max_model_len={self.student.max_model_len}"
             )
 
-
-_REMOVED = {
-    "distillation": "teachers, routes and losses have sections of their own: see configs/ for examples",
-    "enable_resource_pool": "teachers always run on their own; delete the key, set teachers.NAME.ports (one a replica)",
-    "teacher_model": "name every teacher under `teachers:` (teachers.NAME.model: PATH) and route to it under `routes:`",
-    "teacher": "name every teacher under `teachers:` (teachers.NAME.model: PATH) and route to it under `routes:`",
-    "n_gpus_per_node": "replicas are processes or containers: set teachers.NAME.ports, or scale the service",
-    "teacher_models": "write `teachers:` with one entry per teacher name",
-}
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
@@ -358,27 +381,3 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool) -> 
         metavar="KEY=VALUE",
         help="override a key, e.g. trainer.lr=1e-5",
     )
-
-
-def check_model_folder(path: Path, *, setting: str) -> None:
-    """Raises ConfigError unless `path` is a readable Hugging Face model folder; `setting` is the key that names it."""
-    if not path.is_dir():
-        raise ConfigError(
-            f"{setting}: there is no model folder {path}; give one with config.json, tokenizer.json and *.safetensors "
-            "(`opd fetch` makes some)"
-        )
-    wanted = [path / "config.json", path / "tokenizer.json", *sorted(path.glob("*.safetensors"))]
-    if len(wanted) < 3:
-        raise ConfigError(f"{setting}: {path} holds no *.safetensors file; weights in other formats are not read")
-    for file in wanted:
-        try:
-            with file.open("rb") as handle:
-                handle.read(1)
-        except FileNotFoundError as error:
-            raise ConfigError(f"{setting}: {path} lacks {file.name}") from error
-        except PermissionError as error:
-            import getpass
-
-            raise ConfigError(
-                f"{setting}: user {getpass.getuser()} may not read {file}; make it readable (chmod a+r)"
-            ) from error

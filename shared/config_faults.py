@@ -35,3 +35,21 @@ def _known_keys(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
 def nearest(word: str, known: Iterable[str]) -> str:
     """The one of `known`, which is not empty, that is most like `word`."""
     return difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)[0]
+
+
+def removed_keys(tree: dict[str, Any]) -> list[str]:
+    """Keys that other systems have, at the top and among the teachers, where any name would pass, and the mends."""
+    teachers = tree.get("teachers")
+    places = {"": tree, "teachers.": teachers if isinstance(teachers, dict) else {}}
+    found = [f"{place}{key}" for place, section in places.items() for key in section if key in _REMOVED]
+    return [f"{where}: this key does not exist here; {_REMOVED[where.split('.')[-1]]}" for where in found]
+
+
+_REMOVED = {
+    "distillation": "teachers, routes and losses have sections of their own: see configs/ for examples",
+    "enable_resource_pool": "teachers always run on their own; delete the key, set teachers.NAME.ports (one a replica)",
+    "teacher_model": "name every teacher under `teachers:` (teachers.NAME.model: PATH) and route to it under `routes:`",
+    "teacher": "name every teacher under `teachers:` (teachers.NAME.model: PATH) and route to it under `routes:`",
+    "n_gpus_per_node": "replicas are processes or containers: set teachers.NAME.ports, or scale the service",
+    "teacher_models": "write `teachers:` with one entry per teacher name",
+}

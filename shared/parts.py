@@ -16,6 +16,7 @@ from shared.config import (
     EvalSection,
     FlowSection,
     GatewaySection,
+    ObjectiveSection,
     PromptsSection,
     RedisSection,
     ReplicasSection,
@@ -49,10 +50,14 @@ class GatewayPart(Section):
 
 
 class RolloutPart(Section):
-    """What a rollout worker reads. Of the trainer only the batch size counts: the gate is measured in steps."""
+    """What a rollout worker reads: of the teachers what their losses ask for, of the trainer the batch size alone.
+
+    (The gate is measured in steps.)
+    """
 
     run: RunSection
     student: StudentSection
+    objectives: dict[ServiceName, ObjectiveSection]
     routes: dict[str, str]
     prompts: PromptsSection
     gateway: GatewaySection

@@ -1,6 +1,6 @@
 """A trajectory: one completion of one prompt with everything that the trainer needs to learn from it.
 
-Shapes: S tokens in all, P of them prompt, R = S − P response rows, k teacher alternatives a row. Row t belongs to the
+Shapes: S tokens in all, P of them prompt, R = S − P response rows, k and C alternatives a row. Row t belongs to the
 token `token_ids[P + t]`.
 """
 
@@ -16,7 +16,10 @@ import numpy as np
 from shared.arrays import pack, unpack
 from shared.errors import PayloadError, WireError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Version 1 had no candidates and no advantage; it is read as one without them."""
+
+READABLE = (1, 2)
 MAX_ARRAY_BYTES = 2**30
 
 
@@ -30,8 +33,11 @@ class Trajectory:
         loss_mask: [R] uint8, 1 where the token is trained on.
         rollout_logprobs: [R] float32, natural log at temperature 1 by the policy that sampled.
         teacher_logprobs: [R] float32, of the sampled token.
-        top_ids, top_logprobs: [R, k], most likely first; k may be 0.
+        top_ids, top_logprobs: [R, k] the teacher's own, most likely first; k may be 0.
+        candidate_ids, candidate_logprobs: [R, C] the student's most likely ids when it sampled, first the likeliest,
+            and the teacher's logprobs of them; C may be 0.
         reward: task reward, None where the task has no checker.
+        advantage: reward minus the mean reward of the prompt's n completions, None without a reward.
         created_at, scored_at: seconds since the epoch.
     """
 
@@ -48,7 +54,10 @@ class Trajectory:
     teacher_logprobs: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
+    candidate_ids: np.ndarray
+    candidate_logprobs: np.ndarray
     reward: float | None
+    advantage: float | None
     created_at: float
     scored_at: float
 
@@ -85,8 +94,9 @@ def decode(payload: bytes, *, trajectory_id: str) -> Trajectory:
         body = msgpack.unpackb(payload, raw=False)
         if not isinstance(body, dict):
             raise WireError("the payload is no map")
-        if body.get("schema") != SCHEMA_VERSION:
-            raise WireError(f"schema version {body.get('schema')!r} is unknown, this trainer reads {SCHEMA_VERSION}")
+        if body.get("schema") not in READABLE:
+            known = " and ".join(map(str, READABLE))
+            raise WireError(f"schema version {body.get('schema')!r} is unknown, this trainer reads {known}")
         trajectory = _from_map(body)
     except (ValueError, KeyError, TypeError, msgpack.exceptions.UnpackException, WireError) as error:
         raise PayloadError(trajectory_id, f"unreadable payload: {error}") from error
@@ -98,15 +108,17 @@ def decode(payload: bytes, *, trajectory_id: str) -> Trajectory:
 def check_values(trajectory: Trajectory, vocab_size: int) -> None:
     """Raises PayloadError when a value could not be trained on: non-finite logprobs or ids beyond the vocabulary.
 
-    A top-k logprob of −inf is legal (a probability of zero), NaN and +inf are not.
+    Among alternatives a logprob of −inf is legal (a probability of zero), NaN and +inf are not.
     """
     for name in ("rollout_logprobs", "teacher_logprobs"):
         if not np.isfinite(getattr(trajectory, name)).all():
             raise PayloadError(trajectory.id, f"{name} holds a value that is not finite")
-    top = trajectory.top_logprobs
-    if np.isnan(top).any() or (top == np.inf).any():
-        raise PayloadError(trajectory.id, "top_logprobs holds NaN or +inf")
-    for name in ("token_ids", "top_ids"):
+    for name in ("top_logprobs", "candidate_logprobs"):
+        if not (getattr(trajectory, name) < np.inf).all():
+            raise PayloadError(trajectory.id, f"{name} holds NaN or +inf")
+    if trajectory.advantage is not None and not np.isfinite(trajectory.advantage):
+        raise PayloadError(trajectory.id, "advantage is not finite")
+    for name in ("token_ids", "top_ids", "candidate_ids"):
         ids = getattr(trajectory, name)
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
             raise PayloadError(trajectory.id, f"{name} holds an id outside 0 … {vocab_size - 1}")
@@ -131,13 +143,20 @@ def _from_map(body: Mapping[str, Any]) -> Trajectory:
         "top_ids": array("top_ids", {"<i4"}, 2),
         "top_logprobs": array("top_logprobs", {"<f4", "<f2"}, 2),
     }
+    if body["schema"] == 1:
+        arrays["candidate_ids"] = np.empty((rows, 0), np.int32)
+        arrays["candidate_logprobs"] = np.empty((rows, 0), np.float32)
+    else:
+        arrays["candidate_ids"] = array("candidate_ids", {"<i4"}, 2)
+        arrays["candidate_logprobs"] = array("candidate_logprobs", {"<f4", "<f2"}, 2)
     for name, value in arrays.items():
         if len(value) != rows:
             raise WireError(f"{name} has {len(value)} rows, the response has {rows}")
-    if arrays["top_ids"].shape != arrays["top_logprobs"].shape:
-        raise WireError("top_ids and top_logprobs differ in shape")
+    for kind in ("top", "candidate"):
+        if arrays[f"{kind}_ids"].shape != arrays[f"{kind}_logprobs"].shape:
+            raise WireError(f"{kind}_ids and {kind}_logprobs differ in shape")
     texts = {name: str(body[name]) for name in ("id", "prompt_id", "data_source", "teacher", "fingerprint")}
-    reward = body["reward"]
+    reward, advantage = body["reward"], body.get("advantage")
     return Trajectory(
         **texts,
         **arrays,
@@ -145,6 +164,7 @@ def _from_map(body: Mapping[str, Any]) -> Trajectory:
         prompt_len=prompt_len,
         version_spans=spans,
         reward=None if reward is None else float(reward),
+        advantage=None if advantage is None else float(advantage),
         created_at=float(body["created_at"]),
         scored_at=float(body["scored_at"]),
     )

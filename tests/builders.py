@@ -27,7 +27,10 @@ def make_trajectory(
         "teacher_logprobs": np.full(rows, -0.5, np.float32),
         "top_ids": np.tile(np.arange(k, dtype=np.int32), (rows, 1)),
         "top_logprobs": np.full((rows, k), -1.5, np.float32),
+        "candidate_ids": np.empty((rows, 0), np.int32),
+        "candidate_logprobs": np.empty((rows, 0), np.float32),
         "reward": None,
+        "advantage": None,
         "created_at": 1.0,
         "scored_at": 2.0,
     }

@@ -20,10 +20,10 @@ from services.rollout.worker import RolloutWorker
 from shared import log
 from shared.aio import Stopped, run_loops, unless_stopped
 from shared.client import LogprobsClient
-from shared.config import check_model_folder
 from shared.errors import ConfigError, RunFailed, WeightsError, run_main
 from shared.keys import Keys
 from shared.leases import Gate, Leases
+from shared.model_folder import check_model_folder
 from shared.policy import Policy
 from shared.prompts import PromptSet
 from shared.redis_client import connect
@@ -124,6 +124,7 @@ class RolloutService:
             kv_cache_bytes=rollout.kv_cache_bytes,
             threads=rollout.threads,
             stop_token_ids=renderer.stop_token_ids,
+            max_top_k=rollout.top_k,
             # Workers of one run must not draw the same random numbers.
             seed=zlib.crc32(f"{self._config.run.seed}/{self._worker}".encode()),
         )

@@ -9,6 +9,7 @@ from typing import Any
 from services.rollout.config import RolloutConfig
 from shared.client import LogprobsClient
 from shared.errors import ConfigError, TeacherError
+from shared.losses import LOSSES
 from shared.tokenizer import tokenizer_hash
 
 START_TIMEOUT_S = 600.0
@@ -47,8 +48,25 @@ async def check_teachers(config: RolloutConfig, key: str | None) -> int:
                 f"rollout.top_k={config.rollout.top_k} is over what teacher {teacher!r} serves "
                 f"({limits['max_top_k']}): lower it, or raise teachers.{teacher}.max_top_k"
             )
+        loss = config.objectives[teacher].loss
+        if LOSSES[loss].top_k_of == "student":
+            _check_candidates(teacher, loss, config.rollout.top_k, limits)
         lengths.append(limits["max_model_len"])
     return min(lengths)
+
+
+def _check_candidates(teacher: str, loss: str, top_k: int, limits: dict[str, Any]) -> None:
+    """Raises ConfigError unless a teacher scores as many ids of the student's choice as the run asks for."""
+    if not limits["candidate_ids"]:
+        raise ConfigError(
+            f"teachers.{teacher}.loss {loss} needs the teacher's logprobs of ids that the student chooses, and the "
+            f"engine of teacher {teacher!r} does not score them: take a loss on its own top-k, or k2 or policy_gradient"
+        )
+    if top_k > limits["max_candidates"]:
+        raise ConfigError(
+            f"rollout.top_k={top_k} is over the {limits['max_candidates']} ids a row that teacher {teacher!r} scores "
+            f"for teachers.{teacher}.loss {loss}: lower it"
+        )
 
 
 async def _wait_info(config: RolloutConfig, client: LogprobsClient, teacher: str) -> dict[str, Any]:

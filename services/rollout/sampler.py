@@ -19,13 +19,15 @@ class Completion:
 
     token_ids: [R]. logprobs: [R] float32, log q(y_t | prompt, y_<t) of each sampled token at temperature 1, under the
     version that wrote it. version_spans: [(policy_version, num_tokens)] in order; num_tokens sum to R.
-    finish_reason: "stop" (end of sequence or a stop token) or "length".
+    finish_reason: "stop" (end of sequence or a stop token) or "length". top_ids: [R, k] int32, the ids that the version
+    which wrote the token found most likely, the likeliest first.
     """
 
     token_ids: list[int]
     logprobs: np.ndarray
     version_spans: list[tuple[int, int]]
     finish_reason: str
+    top_ids: np.ndarray
 
 
 class Sampler(Protocol):
@@ -35,9 +37,19 @@ class Sampler(Protocol):
         """Start the engine with the weights of the model folder. Raises ConfigError when they cannot be served."""
 
     async def sample(
-        self, token_ids: list[int], *, n: int, max_tokens: int, temperature: float = 1.0, seed: int | None = None
+        self,
+        token_ids: list[int],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        top_k: int = 0,
     ) -> list[Completion]:
-        """n completions of the prompt `token_ids`, each of at most `max_tokens` tokens. temperature 0 is greedy."""
+        """n completions of the prompt `token_ids`, each of at most `max_tokens` tokens, with `top_k` ids a row.
+
+        Temperature 0 is greedy.
+        """
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
         """[S-1] float32: row t is log q(token_ids[t+1] | token_ids[:t+1]) at temperature 1."""

@@ -7,7 +7,8 @@ lost or restarted: a completion that lived through a load has one version span p
 and each token's logprob is that of the version that sampled it. Spans are the engine's own: it stamps the outputs of
 every step with the version in force, and the version only changes while no step runs.
 
-**Logprobs** are the raw ones (temperature 1, before any sampling filter) of the sampled token, from a float32 head.
+**Logprobs** are the raw ones (temperature 1, before any sampling filter) of the sampled token, from a float32 head, and
+the top k of a row are the likeliest by the same logprobs. They stay arrays all the way (`vllm_arrays.py`).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class VllmSampler:
         kv_cache_bytes: size of the KV cache.
         threads: OpenMP threads of the CPU build; None leaves binding to vLLM (one engine per machine).
         stop_token_ids: tokens that end a completion, the end-of-sequence tokens among them.
+        max_top_k: the largest `top_k` that `sample` is asked for.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class VllmSampler:
         stop_token_ids: list[int],
         threads: int | None = None,
         seed: int = 0,
+        max_top_k: int = 0,
     ) -> None:
         self.model = model
         self._threads = threads
@@ -83,6 +86,7 @@ class VllmSampler:
             "max_num_batched_tokens": max(_MAX_BATCHED_TOKENS, max_num_seqs),
             "kv_cache_memory_bytes": kv_cache_bytes,
             "seed": seed,
+            "max_logprobs": max_top_k,
             # No compiled graph may hold on to old weights, and warm-up is most of the start-up time.
             "enforce_eager": True,
             # Prompts come and responses go as token ids; where to stop is said with every request.
@@ -120,12 +124,23 @@ class VllmSampler:
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+        from services.rollout.vllm_arrays import keep_arrays
+
         # The worker lives in the engine core's process: one process and one import of torch fewer to start and to stop.
         arguments = AsyncEngineArgs(**self._engine_args, distributed_executor_backend=UniProcExecutor)
-        return AsyncLLM.from_engine_args(arguments)
+        engine = AsyncLLM.from_engine_args(arguments)
+        keep_arrays(engine)
+        return engine
 
     async def sample(
-        self, token_ids: list[int], *, n: int, max_tokens: int, temperature: float = 1.0, seed: int | None = None
+        self,
+        token_ids: list[int],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        top_k: int = 0,
     ) -> list[Completion]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -135,8 +150,7 @@ class VllmSampler:
             max_tokens=max_tokens,
             temperature=temperature,
             seed=seed,
-            logprobs=0,
-            flat_logprobs=True,
+            logprobs=top_k,
             detokenize=False,
             stop_token_ids=self._stop_token_ids,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -234,12 +248,11 @@ def _completion(output: CompletionOutput) -> Completion:
     if output.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"completion ended with {output.finish_reason!r}: the engine aborted it")
     token_ids = list(output.token_ids)
-    flat = output.logprobs
-    logprobs = np.asarray(flat.logprobs, np.float32)[np.asarray(flat.start_indices)]
+    ids, logprobs = output.logprobs.joined()
     spans = [(int(span.version), span.end - span.start) for span in output.weight_versions or []]
-    if len(logprobs) != len(token_ids) or sum(num for _, num in spans) != len(token_ids):
+    if ids[:, 0].tolist() != token_ids or sum(num for _, num in spans) != len(token_ids):
         raise RuntimeError(f"engine output is inconsistent: {len(token_ids)} tokens, {len(logprobs)} logprobs, {spans}")
-    return Completion(token_ids, logprobs, spans, output.finish_reason)
+    return Completion(token_ids, logprobs[:, 0].copy(), spans, output.finish_reason, ids[:, 1:].copy())
 
 
 def _already_shut_down(timeout: float | None = None) -> None:

@@ -3,7 +3,7 @@
     Leases.take ─▶ Renderer.render ─▶ Sampler.sample ─▶ LogprobsClient.score ─▶ reward ─▶ TrajectoryStream.publish
     (the gate)      token ids          n completions     one request, all n      (tasks)    all n, and the lease ends
 
-    P prompt tokens, R response rows, k teacher alternatives a row
+    P prompt tokens, R response rows, k alternatives a row: the teacher's own, or those that the student chose
 
 Several prompts are on their way at once. A prompt that cannot be scored goes back to be tried again, counted, and after
 `rollout.max_attempts` to the dead letters. Nothing is published while the served weights are not checked.
@@ -28,6 +28,7 @@ from shared.aio import end, first
 from shared.client import LogprobsClient
 from shared.errors import ConfigError, EngineDied, LeaseLost, RunFailed, TeacherError
 from shared.leases import Held, Lease, Leases
+from shared.losses import LOSSES
 from shared.prompts import PromptRecord, PromptSet
 from shared.stream import TrajectoryStream
 from shared.trajectory import Trajectory
@@ -177,6 +178,8 @@ class RolloutWorker:
         teacher = self._config.routes.get(record.data_source)
         if teacher is None:
             raise ConfigError(f"prompt {record.prompt_id}: no teacher under routes for {record.data_source!r}")
+        by_student = LOSSES[self._config.objectives[teacher].loss].top_k_of == "student"
+        top_k = self._config.rollout.top_k
         prompt_ids = self._renderer.render(record)
         created_at = time.time()
         with metrics.stage("sample"):
@@ -185,15 +188,19 @@ class RolloutWorker:
                 n=self._config.rollout.n,
                 max_tokens=self._renderer.room(len(prompt_ids), self._config.rollout.max_tokens),
                 temperature=self._config.rollout.temperature,
+                top_k=top_k if by_student else 0,
             )
         request = LogprobsRequest(
             token_ids=[prompt_ids + completion.token_ids for completion in completions],
             prompt_len=[len(prompt_ids)] * len(completions),
-            top_k=self._config.rollout.top_k,
+            top_k=0 if by_student else top_k,
+            candidate_ids=[completion.top_ids for completion in completions] if by_student else None,
         )
         with metrics.stage("score"):
             response = await self._client.score(request, teacher=teacher)
         scored_at = time.time()
+        rewards = [self._reward(record, completion) for completion in completions]
+        advantages = group_advantages(rewards)
         return [
             Trajectory(
                 id=f"{lease.seq}-{index}",
@@ -206,7 +213,8 @@ class RolloutWorker:
                 loss_mask=np.ones(len(completion.token_ids), np.uint8),
                 rollout_logprobs=completion.logprobs,
                 version_spans=tuple(completion.version_spans),
-                reward=self._reward(record, completion),
+                reward=rewards[index],
+                advantage=advantages[index],
                 created_at=created_at,
                 scored_at=scored_at,
                 **teacher_arrays(completion, scores, top_k=request.top_k),
@@ -218,6 +226,13 @@ class RolloutWorker:
         if record.task is None or record.answer is None:
             return None
         return float(tasks.check(record.task, record.answer, self._renderer.decode(completion.token_ids)))
+
+
+def group_advantages(rewards: list[float | None]) -> list[float | None]:
+    """Each reward minus the mean of the prompt's n completions, which are all here and nowhere else later."""
+    known = [reward for reward in rewards if reward is not None]
+    baseline = sum(known) / len(known) if known else 0.0
+    return [None if reward is None else reward - baseline for reward in rewards]
 
 
 def teacher_arrays(completion: Completion, scores: SequenceScores, *, top_k: int) -> dict[str, np.ndarray]:
@@ -235,7 +250,18 @@ def teacher_arrays(completion: Completion, scores: SequenceScores, *, top_k: int
         raise TeacherError(200, f"top_k={top_k} was asked, {top_ids.shape} ids came back", _RETRY_DELAY_S)
     if not np.isfinite(scores.logprobs).all() or np.isnan(top_logprobs).any():
         raise TeacherError(200, "a teacher logprob is not finite", _RETRY_DELAY_S)
-    return {"teacher_logprobs": scores.logprobs, "top_ids": top_ids, "top_logprobs": top_logprobs}
+    candidate_logprobs = scores.candidate_logprobs
+    if candidate_logprobs is None:
+        candidate_logprobs = np.empty((rows, 0), np.float32)
+    if candidate_logprobs.shape != completion.top_ids.shape or not (candidate_logprobs < np.inf).all():
+        raise TeacherError(200, "the logprobs of the student's candidates do not fit them, or hold NaN", _RETRY_DELAY_S)
+    return {
+        "teacher_logprobs": scores.logprobs,
+        "top_ids": top_ids,
+        "top_logprobs": top_logprobs,
+        "candidate_ids": completion.top_ids,
+        "candidate_logprobs": candidate_logprobs,
+    }
 
 
 def _pause_s(held: Held) -> float:

@@ -129,6 +129,7 @@ class TeacherService:
                 "max_top_k": limits.max_top_k,
                 "max_body_bytes": limits.max_body_bytes,
                 "max_sequences": limits.max_sequences,
+                "max_candidates": limits.max_candidates,
                 "max_queued_tokens": self.admission.max_tokens,
                 "candidate_ids": info.serves_candidates,
             },

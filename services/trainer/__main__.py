@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from services.trainer.config import TrainerConfig, load
 from shared import log
-from shared.config import check_model_folder
 from shared.errors import run_main
+from shared.model_folder import check_model_folder
 from shared.redis_client import connect
 from shared.service import check_port_free, health_thread, leave, stop_event
 

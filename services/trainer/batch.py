@@ -3,7 +3,7 @@
 Shape letters, here and in the loss:
     S  tokens of one sequence          P  tokens of its prompt        R  response rows, S - P
     T  tokens of a micro-batch         B  sequences in it             N  rows that carry loss, all sequences
-    k  the teacher's top-k             V  vocabulary of the student
+    k  ids of the support             V  vocabulary of the student
 
 Sequences lie one behind the other in a row of T tokens. Row t of a response is predicted by the hidden state at
 position P - 1 + t of its own sequence; only rows whose loss mask is 1 are kept, so everything of length N is loss.
@@ -30,10 +30,13 @@ class Sample:
         loss_mask: [R] 1 where the row is trained on.
         teacher_logprobs: [R] of the sampled tokens; rows that the mask leaves out may hold anything.
         rollout_logprobs: [R] of the sampled tokens, from the policy that sampled them.
-        top_ids, top_logprobs: [R, k] or None where the loss needs none.
+        top_ids: [R, k] most likely ids of whom the loss asks, teacher or student (`LossSpec.top_k_of`), or None.
+        top_logprobs: [R, k] the teacher's logprobs of them, or None.
         teacher: index of the teacher, for the metrics.
         coefficient: factor of this sample's loss.
         loss: name in the loss registry.
+        teacher_weight: of the teacher in the loss's mixture, where it has one.
+        advantage: of the whole completion by its task reward, times the reward's coefficient; 0 for none.
         id: trajectory id, for error messages.
     """
 
@@ -47,6 +50,8 @@ class Sample:
     teacher: int = 0
     coefficient: float = 1.0
     loss: str = "forward_kl"
+    teacher_weight: float = 0.0
+    advantage: float = 0.0
     id: str = "?"
 
     def __post_init__(self) -> None:
@@ -84,7 +89,7 @@ class Microbatch:
         cu_seqlens: [B + 1] int32 borders of the sequences, from 0 to T.
         rows: [N] int64 positions in 0..T-1 whose hidden states predict the loss tokens.
         targets: [N] int64 sampled tokens.
-        teacher_logprobs, rollout_logprobs, coefficient: [N] float32.
+        teacher_logprobs, rollout_logprobs, coefficient, teacher_weight, advantage: [N] float32.
         top_ids: [N, k] int64, top_logprobs: [N, k] float32, -inf where a sample has fewer than k.
         teacher: [N] int64 teacher indices.
         loss_names: the losses that occur; loss_index: [N] int64 into it.
@@ -101,6 +106,8 @@ class Microbatch:
     top_logprobs: torch.Tensor
     teacher: torch.Tensor
     coefficient: torch.Tensor
+    teacher_weight: torch.Tensor
+    advantage: torch.Tensor
     loss_names: tuple[str, ...]
     loss_index: torch.Tensor
 
@@ -117,7 +124,7 @@ class Microbatch:
     def without_rows(self) -> Microbatch:
         """The same tokens without a row of loss: what a rank computes that has no share of a batch."""
         per_row = ("rows", "targets", "teacher_logprobs", "rollout_logprobs", "top_ids", "top_logprobs", "teacher",
-                   "coefficient", "loss_index")  # fmt: skip
+                   "coefficient", "teacher_weight", "advantage", "loss_index")  # fmt: skip
         return replace(self, **{name: getattr(self, name)[:0] for name in per_row})
 
     def attention_mask(self) -> torch.Tensor:
@@ -190,6 +197,8 @@ def _microbatch(samples: Sequence[Sample]) -> Microbatch:
         top_logprobs=top_logprobs,
         teacher=per_row([s.teacher for s in samples], torch.int64),
         coefficient=per_row([s.coefficient for s in samples], torch.float32),
+        teacher_weight=per_row([s.teacher_weight for s in samples], torch.float32),
+        advantage=per_row([s.advantage for s in samples], torch.float32),
         loss_names=names,
         loss_index=per_row([names.index(s.loss) for s in samples], torch.int64),
     )

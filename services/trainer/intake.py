@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from services.trainer.batch import Sample
 from shared import ledger as books
 from shared import log
+from shared.config import ObjectiveSection
 from shared.errors import PayloadError, RunFailed
 from shared.ledger import Ledger
+from shared.losses import LOSSES
 from shared.policy import Policy
 from shared.stream import DeadEntry, Entry, TrajectoryStream
 from shared.trajectory import Trajectory, check_values, decode
@@ -55,6 +57,7 @@ class Intake:
         policy: Policy,
         ledger: Ledger,
         *,
+        teachers: Mapping[str, ObjectiveSection],
         vocab_size: int,
         max_staleness: int,
         max_bad_share: float,
@@ -63,6 +66,7 @@ class Intake:
         self._stream = stream
         self._policy = policy
         self._ledger = ledger
+        self._teachers = teachers
         self._vocab_size = vocab_size
         self._max_staleness = max_staleness
         self._max_bad_share = max_bad_share
@@ -124,7 +128,7 @@ class Intake:
         try:
             trajectory = decode(entry.payload, trajectory_id=entry.trajectory_id)
             check_values(trajectory, self._vocab_size)
-            self._check_fingerprint(trajectory)
+            self._check_teacher(trajectory)
         except PayloadError as error:
             await self._give_up(entry, error.reason, step)
             return None
@@ -147,36 +151,50 @@ class Intake:
                 f"the last one: {entry.trajectory_id}: {reason}"
             )
 
-    def _check_fingerprint(self, trajectory: Trajectory) -> None:
-        known = self._fingerprints.setdefault(trajectory.teacher, trajectory.fingerprint)
+    def _check_teacher(self, trajectory: Trajectory) -> None:
+        """PayloadError unless the teacher is this run's, still the same, and said what its loss needs."""
+        name = trajectory.teacher
+        if name not in self._teachers:
+            raise PayloadError(trajectory.id, f"teacher {name} is not one of {', '.join(sorted(self._teachers))}")
+        known = self._fingerprints.setdefault(name, trajectory.fingerprint)
         if known != trajectory.fingerprint:
             raise PayloadError(
-                trajectory.id,
-                f"teacher {trajectory.teacher} changed: fingerprint {trajectory.fingerprint}, before {known}",
+                trajectory.id, f"teacher {name} changed: fingerprint {trajectory.fingerprint}, before {known}"
             )
+        loss = self._teachers[name].loss
+        chooser = LOSSES[loss].top_k_of
+        ids = {"teacher": trajectory.top_ids, "student": trajectory.candidate_ids}.get(chooser or "")
+        if ids is not None and not ids.shape[1]:
+            raise PayloadError(trajectory.id, f"it has no {chooser}'s top-k, which teachers.{name}.loss {loss} needs")
 
 
 def samples_of(
-    trajectories: Sequence[Trajectory],
-    *,
-    teachers: list[str],
-    losses: Mapping[str, str],
-    coefficients: Mapping[str, float],
+    trajectories: Sequence[Trajectory], teachers: Mapping[str, ObjectiveSection], *, reward_coefficient: float
 ) -> list[Sample]:
-    """Trajectories in the form that the loss takes; `teachers` gives each teacher its index."""
-    return [
-        Sample(
-            token_ids=item.token_ids,
-            prompt_len=item.prompt_len,
-            loss_mask=item.loss_mask,
-            teacher_logprobs=item.teacher_logprobs,
-            rollout_logprobs=item.rollout_logprobs,
-            top_ids=item.top_ids if item.top_ids.shape[1] else None,
-            top_logprobs=item.top_logprobs if item.top_ids.shape[1] else None,
-            teacher=teachers.index(item.teacher),
-            coefficient=coefficients[item.teacher],
-            loss=losses[item.teacher],
-            id=item.id,
+    """Trajectories in the form that the loss takes; a teacher's index is its place among the sorted names."""
+    order = sorted(teachers)
+    samples = []
+    for item in trajectories:
+        teacher = teachers[item.teacher]
+        by_student = LOSSES[teacher.loss].top_k_of == "student"
+        ids, logprobs = (
+            (item.candidate_ids, item.candidate_logprobs) if by_student else (item.top_ids, item.top_logprobs)
         )
-        for item in trajectories
-    ]
+        samples.append(
+            Sample(
+                token_ids=item.token_ids,
+                prompt_len=item.prompt_len,
+                loss_mask=item.loss_mask,
+                teacher_logprobs=item.teacher_logprobs,
+                rollout_logprobs=item.rollout_logprobs,
+                top_ids=ids if ids.shape[1] else None,
+                top_logprobs=logprobs if ids.shape[1] else None,
+                teacher=order.index(item.teacher),
+                coefficient=teacher.coefficient,
+                loss=teacher.loss,
+                teacher_weight=teacher.teacher_weight,
+                advantage=reward_coefficient * (item.advantage or 0.0),
+                id=item.id,
+            )
+        )
+    return samples

@@ -134,6 +134,7 @@ class Trainer:
             self._stream,
             self._policy,
             self._ledger,
+            teachers=self._config.teachers,
             vocab_size=self._vocab_size,
             max_staleness=self._config.flow.max_staleness,
             max_bad_share=settings.max_bad_trajectories,

@@ -42,7 +42,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class LossFunction(Protocol):
-    """Sum of a micro-batch's losses, and sums for the metrics (see loss.DistillationLoss)."""
+    """Sum of a micro-batch's losses, and what its metrics are made of (see loss.DistillationLoss)."""
 
     @property
     def metrics_shape(self) -> tuple[int, ...]: ...
@@ -50,6 +50,8 @@ class LossFunction(Protocol):
     def __call__(
         self, logits: torch.Tensor, batch: Microbatch, shard: VocabShard
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor: ...
 
     def summarise(self, sums: torch.Tensor) -> dict[str, float]: ...
 
@@ -173,7 +175,7 @@ class PolicyModel:
             self.module.zero_grad_buffer()
             self.optimizer.zero_grad()
             outputs = self._run(share, partial(_training_loss, loss_fn), forward_only=False)
-            loss, num_tokens, sums = self._global_sums(outputs, loss_fn.metrics_shape)
+            loss, num_tokens, sums = self._global_sums(outputs, loss_fn)
             lr = self.settings.lr_at(self.num_updates)
             grad_norm, skipped = self._update(lr) if num_tokens else (0.0, True)
         return StepResult(
@@ -247,14 +249,15 @@ class PolicyModel:
         logits = output.squeeze(0)  # an index would make the backward pass copy it into zeros
         return consume(batch, ranks.vocab_shard(logits.shape[1], self.vocab_size), logits)
 
-    def _global_sums(self, outputs: list[Any], metrics_shape: tuple[int, ...]) -> tuple[float, int, torch.Tensor]:
-        """Sum of the losses, number of loss tokens and metric sums over all micro-batches and ranks."""
+    def _global_sums(self, outputs: list[Any], loss_fn: LossFunction) -> tuple[float, int, torch.Tensor]:
+        """Sum of the losses, number of loss tokens and metrics over all micro-batches and ranks."""
         device = next(self.module.parameters()).device
-        flat = torch.zeros(2 + math.prod(metrics_shape), dtype=torch.float64, device=device)
-        for head, sums in outputs:
-            flat += torch.cat([head, sums.flatten()]).to(device)
-        flat = ranks.sum_over_data_parallel(ranks.from_last_stage(flat)).cpu()
-        return float(flat[0]), int(flat[1]), flat[2:].view(metrics_shape)
+        heads = [head for head, _ in outputs] or [torch.zeros(2, dtype=torch.float64)]
+        metrics = [sums for _, sums in outputs] or [torch.zeros(loss_fn.metrics_shape, dtype=torch.float64)]
+        flat = torch.cat([torch.stack(heads).sum(0), loss_fn.merge(metrics).flatten()]).to(device)
+        parts = [part.cpu() for part in ranks.gather_over_data_parallel(ranks.from_last_stage(flat))]
+        loss, num_tokens = torch.stack([part[:2] for part in parts]).sum(0).tolist()
+        return loss, int(num_tokens), loss_fn.merge([part[2:].view(loss_fn.metrics_shape) for part in parts])
 
     def _update(self, lr: float) -> tuple[float, bool]:
         """Clip and step, unless the gradient is not finite. Returns its norm and whether the step was left out."""

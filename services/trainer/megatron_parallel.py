@@ -85,8 +85,11 @@ def from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def sum_over_data_parallel(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum over the data-parallel ranks (in place)."""
-    if parallel_state.get_data_parallel_world_size() > 1:
-        dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group())
-    return tensor
+def gather_over_data_parallel(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of all data-parallel ranks, in the order of the ranks (shapes must agree)."""
+    size = parallel_state.get_data_parallel_world_size()
+    if size == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(parts, tensor, group=parallel_state.get_data_parallel_group())
+    return parts

@@ -12,10 +12,10 @@ import torch
 from services.trainer.batch import pack
 from services.trainer.config import TrainerConfig
 from services.trainer.intake import samples_of
-from services.trainer.loss import DistillationLoss, check_loss
+from services.trainer.loss import DistillationLoss
 from services.trainer.megatron_checkpoint import load_rank_state, save_rank_state
 from services.trainer.megatron_model import OptimizerSettings, PolicyModel
-from shared.config import check_model_folder
+from shared.model_folder import check_model_folder
 from shared.trajectory import decode
 from shared.weights import Manifest, TensorBytes, write_push
 
@@ -27,8 +27,6 @@ class Student:
         self.config = config
         settings = config.trainer
         check_model_folder(config.student.model, setting="student.model")
-        for name, teacher in config.teachers.items():
-            check_loss(teacher.loss, teacher=name, top_k=config.rollout.top_k, temperature=config.rollout.temperature)
         torch.set_num_threads(settings.threads)
         self.model = PolicyModel.build(
             config.student.model,
@@ -46,15 +44,16 @@ class Student:
             seed=config.run.seed,
         )
         self.teachers = sorted(config.teachers)
-        self._losses = {name: teacher.loss for name, teacher in config.teachers.items()}
-        self._coefficients = {name: teacher.coefficient for name, teacher in config.teachers.items()}
-        self._loss = DistillationLoss(self.teachers)
+        self._loss = DistillationLoss(
+            self.teachers, clip_range=settings.clip_range, max_importance_weight=settings.max_importance_weight
+        )
         self.weights_root = config.run.dir / "weights"
 
     def step(self, payloads: list[tuple[str, bytes]]) -> dict[str, Any]:
         """One optimizer step on (trajectory id, payload) pairs; every rank gets all of them."""
         trajectories = [decode(payload, trajectory_id=name) for name, payload in payloads]
-        samples = samples_of(trajectories, teachers=self.teachers, losses=self._losses, coefficients=self._coefficients)
+        reward_coefficient = self.config.trainer.reward_coefficient
+        samples = samples_of(trajectories, self.config.teachers, reward_coefficient=reward_coefficient)
         microbatches = pack(samples, self.config.trainer.microbatch_tokens)
         return asdict(self.model.train_step(microbatches, self._loss))
 

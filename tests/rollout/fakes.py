@@ -73,6 +73,8 @@ def make_config(folder: Path, **sections: Any) -> RolloutConfig:
 class FakeSampler:
     """Answers every prompt with the reversed word (greedy) or with "no" (sampled), each token at logprob -0.5.
 
+    It finds the ids 5, 6, … most likely at every row.
+
     Attributes:
         loads: versions in the order loaded.
         bad_canaries: how many of the next canary answers are wrong.
@@ -92,7 +94,14 @@ class FakeSampler:
     async def start(self) -> None: ...
 
     async def sample(
-        self, token_ids: list[int], *, n: int, max_tokens: int, temperature: float = 1.0, seed: int | None = None
+        self,
+        token_ids: list[int],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        top_k: int = 0,
     ) -> list[Completion]:
         assert self.version > 0, "sampled before any version was loaded"
         self.samples += n
@@ -103,7 +112,8 @@ class FakeSampler:
         if self.version != version:  # a load came between
             spans = [(version, 1), (self.version, len(ids) - 1)]
         logprobs = np.full(len(ids), -0.5, np.float32)
-        return [Completion(ids, logprobs, spans, "stop") for _ in range(n)]
+        top_ids = np.tile(np.arange(5, 5 + top_k, dtype=np.int32), (len(ids), 1))
+        return [Completion(ids, logprobs, spans, "stop", top_ids) for _ in range(n)]
 
     @staticmethod
     def answer(token_ids: list[int], *, greedy: bool) -> list[int]:
@@ -144,8 +154,10 @@ class FakeTeacher:
         self.info: dict[str, Any] = {
             "model": name,
             "tokenizer_hash": tokenizer_hash(student),
-            "limits": {"vocab_size": 320, "max_model_len": 64, "max_top_k": 16},
-        }
+            "limits": {
+                "vocab_size": 320, "max_model_len": 64, "max_top_k": 16, "candidate_ids": True, "max_candidates": 8
+            },
+        }  # fmt: skip
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[int]:
@@ -176,11 +188,13 @@ class FakeTeacher:
         asked = parse_request(await request.body(), MSGPACK, LIMITS)
         assert asked.token_ids is not None and asked.prompt_len is not None
         results = []
-        for ids, prompt_len in zip(asked.token_ids, asked.prompt_len, strict=True):
+        tables = asked.candidate_ids or [None] * len(asked.token_ids)
+        for ids, prompt_len, table in zip(asked.token_ids, asked.prompt_len, tables, strict=True):
             scored = np.asarray(ids[prompt_len:], np.int32)
             top_ids = (scored[:, None] + np.arange(asked.top_k, dtype=np.int32)) % 320 if asked.top_k else None
             logprobs = None if top_ids is None else (-top_ids / 100).astype(np.float32)
-            results.append(SequenceScores(scored, (-scored / 100).astype(np.float32), top_ids, logprobs))
+            chosen = None if table is None else (-table / 100).astype(np.float32)
+            results.append(SequenceScores(scored, (-scored / 100).astype(np.float32), top_ids, logprobs, chosen))
         body, content_type = encode_response(LogprobsResponse(self.name, "print", results, {"tokens": 1}), MSGPACK)
         return Response(body, media_type=content_type)
 

@@ -43,7 +43,7 @@ class Engine:
 def make_sampler(folder: Path, dtype: str = "float32") -> VllmSampler:
     return VllmSampler(
         folder, dtype=dtype, max_model_len=256, max_num_seqs=32, kv_cache_bytes=64 * 2**20, threads=1,
-        stop_token_ids=[EOS],
+        stop_token_ids=[EOS], max_top_k=7,
     )  # fmt: skip
 
 
@@ -107,6 +107,23 @@ async def test_greedy_takes_the_likeliest_token(engine: Engine) -> None:
     np.testing.assert_allclose(completion.logprobs, rows(completion, engine.models[0]), atol=TOLERANCE)
 
 
+async def test_the_top_k_are_the_likeliest_ids_whatever_others_ask_for(engine: Engine) -> None:
+    import torch
+
+    narrow, (wide, _), plain = await asyncio.gather(
+        engine.sampler.sample(PROMPT, n=1, max_tokens=12, top_k=3),
+        engine.sampler.sample(PROMPT, n=2, max_tokens=12, top_k=7),
+        engine.sampler.sample(PROMPT, n=1, max_tokens=12),
+    )
+    assert plain[0].top_ids.shape == (len(plain[0].token_ids), 0)
+    for completion, k in ((narrow[0], 3), (wide, 7)):
+        with torch.no_grad():
+            logits = engine.models[0](torch.tensor([PROMPT + completion.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+        assert completion.top_ids.dtype == np.int32
+        assert completion.top_ids.tolist() == logits.topk(k).indices.tolist()
+        np.testing.assert_allclose(completion.logprobs, rows(completion, engine.models[0]), atol=TOLERANCE)
+
+
 async def test_loaded_weights_are_served_head_included(engine: Engine) -> None:
     """The trap: with tied embeddings the head's packed copy used to keep the old weights."""
     for version, index in ((5, 1), (6, 2), (7, 1)):
@@ -155,7 +172,7 @@ async def test_prefix_cache_of_old_weights_is_not_used(engine: Engine) -> None:
 async def test_cancelling_frees_the_engine(engine: Engine) -> None:
     task = asyncio.create_task(engine.sampler.sample(PROMPT, n=8, max_tokens=240))
     unfinished = engine.sampler._engine.output_processor.get_num_unfinished_requests
-    await wait_until(lambda: unfinished() == 8)
+    await wait_until(lambda: unfinished() > 0)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task

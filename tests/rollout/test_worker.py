@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from services.rollout import worker as worker_module
 from services.rollout.sampler import Completion
-from services.rollout.worker import teacher_arrays
+from services.rollout.worker import group_advantages, teacher_arrays
 from shared.errors import EngineDied, Problem, TeacherError
 from shared.leases import Held, Lease
 from shared.wire import SequenceScores
@@ -41,6 +42,36 @@ async def test_publishes_what_was_sampled_and_scored(world: World) -> None:
     assert world.sampler.samples == 12  # as many as the run needs, and no more
     assert await world.store.llen(world.keys.produced) == 12
     assert await world.store.zcard(world.keys.leases) == 0
+
+
+async def test_candidates_are_the_students_own_where_the_loss_wants_them(world: World) -> None:
+    objective = world.config.objectives["words"].model_copy(update={"loss": "reverse_kl"})
+    world.config = world.config.model_copy(update={"objectives": {"words": objective}})
+    world.__post_init__()
+    await world.announce(1, needed=2)
+    world.start()
+    first, _ = await world.wait_published(2)
+    assert first.candidate_ids.tolist() == [[5, 6, 7]] * 3
+    np.testing.assert_allclose(first.candidate_logprobs, [[-0.05, -0.06, -0.07]] * 3)
+    assert first.top_ids.shape == (3, 0)  # the teacher's own are not asked for
+    np.testing.assert_allclose(first.teacher_logprobs, [-0.78, -0.79, -2.56])
+
+
+async def test_the_advantage_is_relative_to_the_prompts_own_completions(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewards = iter([1.0, 0.0])
+    monkeypatch.setattr(worker_module.tasks, "check", lambda *_: next(rewards))
+    await world.announce(1, needed=2)
+    world.start()
+    published = sorted(await world.wait_published(2), key=lambda t: t.id)
+    assert [(t.reward, t.advantage) for t in published] == [(1.0, 0.5), (0.0, -0.5)]
+
+
+def test_advantages_without_a_checker_and_of_equals() -> None:
+    assert group_advantages([None, None]) == [None, None]
+    assert group_advantages([1.0, 1.0, 1.0]) == [0.0, 0.0, 0.0]
+    assert group_advantages([1.0, 0.0, 0.0, 1.0]) == [0.5, -0.5, -0.5, 0.5]
 
 
 async def test_a_right_answer_is_rewarded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,14 +224,21 @@ def scores(**changes: np.ndarray) -> SequenceScores:
     return SequenceScores(**{**values, **changes})
 
 
-COMPLETION = Completion([7, 8], np.array([-1, -1], np.float32), [(1, 2)], "stop")
+COMPLETION = Completion([7, 8], np.array([-1, -1], np.float32), [(1, 2)], "stop", np.empty((2, 0), np.int32))
 
 
 def test_teacher_arrays_are_kept_as_they_are() -> None:
     arrays = teacher_arrays(COMPLETION, scores(), top_k=1)
     assert arrays["top_logprobs"].tolist() == [[-1], [-np.inf]]  # a probability of zero is data
     none = teacher_arrays(COMPLETION, scores(top_ids=None, top_logprobs=None), top_k=0)
-    assert none["top_ids"].shape == (2, 0)
+    assert none["top_ids"].shape == none["candidate_ids"].shape == none["candidate_logprobs"].shape == (2, 0)
+
+
+@pytest.mark.parametrize("logprobs", [None, np.zeros((2, 2), np.float32), np.array([[-1], [np.nan]], np.float32)])
+def test_candidates_that_do_not_fit_are_refused(logprobs: np.ndarray | None) -> None:
+    completion = replace(COMPLETION, top_ids=np.array([[1], [2]], np.int32))
+    with pytest.raises(TeacherError, match="candidates"):
+        teacher_arrays(completion, scores(top_ids=None, top_logprobs=None, candidate_logprobs=logprobs), top_k=0)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shared.config import (
-    RunConfig,
-    check_model_folder,
-    load_run,
-    parse,
-)
+from shared.config import RunConfig, load_run, parse
 from shared.errors import ConfigError
+from shared.model_folder import check_model_folder
 from tests.builders import make_run_tree
 
 
@@ -64,7 +60,7 @@ def test_smallest_run_is_valid() -> None:
         ({"rollout": {"n": 3, "max_tokens": 8}}, "trainer.batch_size=64 must be a multiple of rollout.n=3"),
         ({"rollout": {"max_tokens": 64}}, "leaves no room for a prompt"),
         ({"rollout": {"max_tokens": 8, "top_k": 300}}, "rollout.top_k=300 is over teachers.math.max_top_k=256"),
-        ({"rollout": {"max_tokens": 8, "top_k": 0}}, "forward_kl needs rollout.top_k of at least 1"),
+        ({"rollout": {"max_tokens": 8, "top_k": 0}}, "forward_kl needs the teacher's top-k: set rollout.top_k to"),
         ({"rollout": {"max_tokens": 8, "temperature": 0.7}}, "no loss here states an objective for that, so write 1.0"),
         ({"trainer": {"lr": -1}}, "trainer.lr: Input should be greater than 0"),
         ({"trainer": {"betas": [0.9, 1.0]}}, "trainer.betas.1: Input should be less than 1"),

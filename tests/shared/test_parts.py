@@ -38,6 +38,13 @@ def test_the_gateway_learns_addresses_only() -> None:
     assert teacher == {"host": "127.0.0.1", "ports": [8101], "discovery": "ports"}
 
 
+def test_a_worker_learns_of_a_teacher_only_what_its_loss_asks_for() -> None:
+    part = select(RolloutPart, parse(RunConfig, make_run_tree(), origin="test"))
+    assert part.model_dump()["objectives"] == {
+        "math": {"loss": "forward_kl", "coefficient": 1.0, "beta": None, "alpha": None}
+    }
+
+
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
     ("change", "said"),

@@ -269,6 +269,7 @@ async def test_info_names_model_and_limits(client: httpx.AsyncClient, service: T
     assert info["tokenizer_hash"] == service.tokenizer_hash
     assert info["limits"] == {
         "max_model_len": 64, "max_top_k": 8, "max_body_bytes": 20_000, "max_sequences": 256,
+        "max_candidates": 1024,
         "max_queued_tokens": 100, "candidate_ids": False,
     }  # fmt: skip
 

@@ -7,8 +7,9 @@ import sys
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from services.trainer.loss import LOSSES, DistillationLoss
+from services.trainer.loss import DistillationLoss
 from services.trainer.vocab_parallel import VocabShard
+from shared.losses import LOSSES
 from tests.trainer.loss_cases import CASES, COLUMNS, VOCAB, make_case
 
 
@@ -21,10 +22,11 @@ def main(rank: int, world: int, port: str, file: str) -> None:
         for case in CASES:
             logits, batch = make_case(case, loss)
             part = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
-            value, _ = DistillationLoss(["t"])(part, batch, shard)
+            value, sums = DistillationLoss(["t"])(part, batch, shard)
             value.backward()
             results[f"{loss}/{case}/loss"] = value.detach()
             results[f"{loss}/{case}/gradient"] = part.grad.clone()
+            results[f"{loss}/{case}/metrics"] = sums
     save_file(results, file)
     dist.destroy_process_group()
 

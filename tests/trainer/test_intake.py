@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import redis.asyncio
 
-from services.trainer.intake import Intake
+from services.trainer.intake import Intake, samples_of
+from shared.config import ObjectiveSection
 from shared.errors import RunFailed
 from shared.keys import Keys
 from shared.leases import Gate, Lease, Leases
@@ -29,7 +30,14 @@ class Bench:
         self.stream = TrajectoryStream(client, KEYS)
         self.policy = Policy(client, KEYS)
         self.ledger = Ledger(folder / "ledger.jsonl", ledger_length)
-        values = {"vocab_size": 100, "max_staleness": 2, "max_bad_share": 0.5, "data_timeout_s": 30.0}
+        teachers = {"math": ObjectiveSection()}
+        values = {
+            "teachers": teachers,
+            "vocab_size": 100,
+            "max_staleness": 2,
+            "max_bad_share": 0.5,
+            "data_timeout_s": 30.0,
+        }
         self.intake = Intake(self.stream, self.policy, self.ledger, **{**values, **changes})
 
     async def publish(self, *trajectories: Trajectory) -> None:
@@ -79,14 +87,19 @@ async def test_broken_trajectories_become_dead_letters_with_their_reason(bench: 
         make_trajectory("0-2"),
         make_trajectory("0-3", fingerprint="another"),
         make_trajectory("0-4"),
+        make_trajectory("0-5", teacher="chat"),
+        make_trajectory("0-6", k=0),
+        make_trajectory("0-7"),
     )
-    assert await bench.batch(2, version=1) == ["0-2", "0-4"]
+    assert await bench.batch(3, version=1) == ["0-2", "0-4", "0-7"]
     await bench.intake.acknowledge()
     reasons = {fields[b"id"].decode(): fields[b"reason"].decode() for _, fields in await bench.client.xrange(KEYS.dead)}
     assert reasons["0-0"] == "teacher_logprobs holds a value that is not finite"
     assert "outside 0 … 99" in reasons["0-1"]
     assert "teacher math changed: fingerprint another, before f" in reasons["0-3"]
-    assert bench.ledger.counts == {DEAD_LETTER: 3}
+    assert reasons["0-5"] == "teacher chat is not one of math"
+    assert reasons["0-6"] == "it has no teacher's top-k, which teachers.math.loss forward_kl needs"
+    assert bench.ledger.counts == {DEAD_LETTER: 5}
 
 
 async def test_too_many_broken_trajectories_stop_the_run(redis_client: redis.asyncio.Redis, tmp_path: Path) -> None:
@@ -119,3 +132,28 @@ async def test_redelivered_after_the_checkpoint_is_not_trained_again(bench: Benc
     await restarted.intake.acknowledge()
     assert await restarted.stream.waiting_ids() == ["0-1"]
     assert restarted.ledger.counts == {TRAINED: 1}
+
+
+def test_samples_take_the_ids_that_their_loss_asks_for() -> None:
+    teachers = {
+        "a": ObjectiveSection(loss="reverse_kl", coefficient=0.5),
+        "b": ObjectiveSection(loss="jsd"),
+        "c": ObjectiveSection(loss="skew_kl", alpha=0.25),
+    }
+    candidates = {
+        "candidate_ids": np.full((3, 4), 7, np.int32),
+        "candidate_logprobs": np.full((3, 4), -2.0, np.float32),
+    }
+    made = [
+        make_trajectory("0-0", teacher="a", advantage=-0.5, **candidates),
+        make_trajectory("0-1", teacher="b", advantage=None),
+        make_trajectory("0-2", teacher="c", advantage=1.0),
+    ]
+    a, b, c = samples_of(made, teachers, reward_coefficient=2.0)
+    assert a.top_ids is not None and a.top_ids.tolist() == [[7] * 4] * 3 and a.top_logprobs is not None
+    assert b.top_ids is not None and b.top_ids.tolist() == [[0, 1]] * 3
+    assert [s.teacher for s in (a, b, c)] == [0, 1, 2]
+    assert [s.loss for s in (a, b, c)] == ["reverse_kl", "jsd", "skew_kl"]
+    assert [s.coefficient for s in (a, b, c)] == [0.5, 1.0, 1.0]
+    assert [s.teacher_weight for s in (a, b, c)] == [0.0, 0.5, 0.25]
+    assert [s.advantage for s in (a, b, c)] == [-1.0, 0.0, 2.0]

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer import vocab_parallel
-from services.trainer.loss import LOSSES
+from services.trainer.loss import DistillationLoss
 from services.trainer.vocab_parallel import VocabShard, distinct, support_logprobs
+from shared.losses import LOSSES
 from tests.conftest import REPO, free_port
-from tests.trainer.loss_cases import CASES, dense_answer
+from tests.trainer.loss_cases import CASES, COLUMNS, VOCAB, dense_answer, make_case
 
 
 def test_logprobs_tail_and_gradient_equal_a_dense_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,5 +102,8 @@ def test_losses_and_gradients_on_real_ranks(world: int, tmp_path: Path) -> None:
             value, gradient = dense_answer(case, loss)
             for part in parts:
                 assert float(part[f"{loss}/{case}/loss"]) == pytest.approx(value, rel=1e-5, abs=1e-6), (loss, case)
+            _, sums = DistillationLoss(["t"])(*make_case(case, loss), VocabShard.of(0, COLUMNS, VOCAB, None))
+            for part in parts:
+                assert torch.allclose(part[f"{loss}/{case}/metrics"], sums, rtol=1e-5, atol=1e-6), (loss, case)
             joined = torch.cat([part[f"{loss}/{case}/gradient"] for part in parts], dim=1).double()
             assert torch.allclose(joined, gradient, rtol=1e-5, atol=1e-6), (loss, case)

@@ -1,15 +1,18 @@
-"""Samples with two teachers and both losses, the same for the same seed."""
+"""Samples with two teachers, every loss and task rewards, the same for the same seed."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from services.trainer.batch import Sample
+from shared.losses import LOSSES
 from tests.trainer.tiny_models import VOCAB
+
+_TRAINABLE = [name for name, spec in LOSSES.items() if not spec.refused]
 
 
 def make_samples(count: int, seed: int = 0, k: int = 6) -> list[Sample]:
-    """`count` sequences of 4 to 40 tokens; the second teacher's samples take the policy gradient."""
+    """`count` sequences of 4 to 40 tokens, each loss in turn, of two teachers by turns."""
     rng = np.random.default_rng(seed)
     samples = []
     for i in range(count):
@@ -25,7 +28,10 @@ def make_samples(count: int, seed: int = 0, k: int = 6) -> list[Sample]:
                 top_ids=np.stack([rng.permutation(VOCAB)[:k] for _ in range(rows)]),
                 top_logprobs=top,
                 teacher=i % 2,
-                loss=("forward_kl", "policy_gradient")[i % 2],
+                loss=_TRAINABLE[i % len(_TRAINABLE)],
+                teacher_weight=0.3,
+                advantage=(0.2, 0.0, -0.1)[i % 3],
+                id=str(i),
             )
         )
     return samples
