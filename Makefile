@@ -27,6 +27,10 @@ smollm2: $(STAMP) ## the same with a real public model, about a quarter of an ho
 	$(BIN)/opd fetch smollm2-student
 	$(BIN)/opd up --config configs/smollm2.yaml --fresh
 
+bench-loss: $(STAMP) ## time and memory of the loss against a full log-softmax and cross-entropy
+	$(BIN)/opd fetch smollm2-135m
+	$(BIN)/python -m benchmarks.loss
+
 test: $(STAMP) lint ## all tests
 	$(BIN)/python -m pytest
 

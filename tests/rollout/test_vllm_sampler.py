@@ -139,7 +139,7 @@ async def test_completions_in_flight_go_on_under_new_weights(engine: Engine) -> 
     """Each token's logprob is that of the version which its span names; the context is computed anew."""
     await engine.load(0, 10)
     task = asyncio.create_task(engine.sampler.sample(PROMPT, n=24, max_tokens=200))
-    await wait_until(lambda: engine.sampler._engine.output_processor.get_num_unfinished_requests() == 24)
+    await wait_until(lambda: engine.sampler._engine.output_processor.get_num_unfinished_requests() > 0)
     await asyncio.sleep(0.1)  # some tokens of version 10
     await engine.load(1, 11)
     await engine.load(2, 12)
