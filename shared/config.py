@@ -139,7 +139,9 @@ class GatewaySection(Section):
     """The load balancer in front of all teachers.
 
     `urls` are the addresses at which clients reach several gateways side by side; without it there is the one at
-    `host` and `port`. `max_concurrency` counts the requests of each API key; `limits` has stricter limits by key name.
+    `host` and `port`. With `hedge_quantile` (0.95, say) a request slower than that part of the recent ones is asked a
+    second time, elsewhere. `max_concurrency` counts the requests of each API key; `limits` has stricter limits
+    by key name.
     """
 
     host: str = "127.0.0.1"
@@ -152,6 +154,7 @@ class GatewaySection(Section):
     dns_interval_s: Annotated[float, Field(gt=0)] = 5.0
     registration_ttl_s: Annotated[float, Field(gt=0)] = 15.0
     registration_hosts: list[str] = []
+    hedge_quantile: Annotated[float, Field(ge=0.5, lt=1)] | None = None
     max_concurrency: Positive = 4096
     limits: dict[ServiceName, KeyLimits] = {}
 

@@ -58,6 +58,7 @@ class Gateway:
             self.metrics,
             request_timeout_s=settings.request_timeout_s,
             retry_after_s=settings.probe_interval_s,
+            hedge_quantile=settings.hedge_quantile,
         )
         self.membership: asyncio.Task[None] | None = None
 

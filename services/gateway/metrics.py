@@ -46,6 +46,9 @@ class GatewayMetrics:
         self.request_bytes = Counter("request_bytes_total", "Bytes of request bodies", ["teacher"], **common)
         self.answer_bytes = Counter("answer_bytes_total", "Bytes of answers", ["teacher"], **common)
         self.retries = Counter("retries_total", "Requests tried again after this replica failed", _REPLICA, **common)
+        self.hedges = Counter(
+            "hedges_total", "Requests asked a second time because they were slow", ["teacher", "result"], **common
+        )
         self.ejections = Counter("ejections_total", "Times a replica was ejected", _REPLICA, **common)
         self.probes = Counter("probes_total", "Probes of a replica, by result", [*_REPLICA, "result"], **common)
         self.joined = Counter("replicas_joined_total", "Members added", ["teacher", "origin"], **common)

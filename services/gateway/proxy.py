@@ -6,6 +6,8 @@
 
 Scoring and greedy generation change nothing at a replica, so every failed request may be tried again. Each replica that
 was not tried yet gets its share of the time that is left, so that one that hangs does not use up the whole deadline.
+With hedging a second replica is asked beside one that takes unusually long: the first answer wins, the other request is
+dropped.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.gateway.answers import read_head
+from services.gateway.hedge import Hedge
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pool import Pool
 from services.gateway.replica import Replica
 from services.gateway.routing import TIMEOUT_HEADER
 from services.gateway.upstream import Answer, AnswerTooLarge, AttemptError, ReplicaClient
-from shared import log
+from shared import aio, log
 from shared.errors import Problem
 
 MAX_ATTEMPTS = 4
@@ -79,11 +83,14 @@ class Proxy:
         *,
         request_timeout_s: float,
         retry_after_s: float,
+        hedge_quantile: float | None = None,
     ) -> None:
         self._clients = clients
         self._metrics = metrics
         self._request_timeout_s = request_timeout_s
         self._retry_after_s = retry_after_s
+        self._hedge_quantile = hedge_quantile
+        self._hedges: dict[tuple[str, str], Hedge] = {}
 
     async def forward(self, pool: Pool, inbound: Inbound) -> tuple[Answer, Replica]:
         """The first usable answer, and who gave it.
@@ -101,11 +108,49 @@ class Proxy:
                 self._metrics.retries.labels(pool.name, next(reversed(failures)).name).inc()
             untried = sum(other.is_serving and other not in failures for other in pool.replicas)
             budget_s = left_s / min(untried, MAX_ATTEMPTS - len(failures))
+            answered = await self._ask_with_hedge(pool, replica, inbound, budget_s, failures)
+            if answered is not None:
+                return answered
+        raise self._give_up(pool, failures, is_late=inbound.deadline - time.monotonic() <= _CLOCK_SLACK_S)
+
+    async def _ask_with_hedge(
+        self, pool: Pool, replica: Replica, inbound: Inbound, budget_s: float, failures: dict[Replica, Failure]
+    ) -> tuple[Answer, Replica] | None:
+        """Ask a replica, and another one beside it when the first takes unusually long; who fails joins `failures`."""
+        hedge = self._hedge_of(pool, inbound)
+        delay_s = hedge.begin(inbound.num_tokens) if hedge else None
+        if hedge is None or delay_s is None:
             outcome = await self._attempt(pool, replica, inbound, budget_s)
             if isinstance(outcome, Answer):
                 return outcome, replica
             failures[replica] = outcome
-        raise self._give_up(pool, failures, is_late=inbound.deadline - time.monotonic() <= _CLOCK_SLACK_S)
+            return None
+        started = time.monotonic()
+        racing = {asyncio.ensure_future(self._attempt(pool, replica, inbound, budget_s)): replica}
+        try:
+            await asyncio.wait(racing, timeout=delay_s)
+            if not any(task.done() for task in racing):
+                second = pool.choose({*failures, replica}, inbound.prefix_key)
+                if second is not None and second.is_open and hedge.spend():
+                    left_s = inbound.deadline - time.monotonic()
+                    racing[asyncio.ensure_future(self._attempt(pool, second, inbound, left_s))] = second
+            is_hedged = len(racing) > 1
+            answered = await _first_answer(racing, failures)
+            if is_hedged:
+                won = answered is not None and answered[1] is not replica
+                self._metrics.hedges.labels(pool.name, "won" if won else "lost").inc()
+                if won and replica not in failures:
+                    # it was let off, not answered: without a debt a replica that hangs would look idle
+                    replica.add_debt(inbound.num_tokens)
+                    hedge.observe(inbound.num_tokens, time.monotonic() - started)
+            return answered
+        finally:
+            await aio.end(racing)
+
+    def _hedge_of(self, pool: Pool, inbound: Inbound) -> Hedge | None:
+        if self._hedge_quantile is None:
+            return None
+        return self._hedges.setdefault((pool.name, inbound.path), Hedge(self._hedge_quantile))
 
     async def _attempt(self, pool: Pool, replica: Replica, inbound: Inbound, budget_s: float) -> Answer | Failure:
         """Ask one replica and remember what that says about it."""
@@ -113,7 +158,7 @@ class Proxy:
         started = time.monotonic()
         is_fair = budget_s >= _FAIR_SHARE * self._request_timeout_s
         with replica.attempt(inbound.num_tokens) as attempt:
-            outcome = await self._ask(replica, inbound, budget_s)
+            outcome = await self._ask(pool, replica, inbound, budget_s)
             if isinstance(outcome, Answer):
                 attempt.succeeded()
             elif outcome.retry_after_s is not None or (outcome.is_timeout and not is_fair):
@@ -124,6 +169,8 @@ class Proxy:
             self._metrics.attempts.labels(*labels, "answered").inc()
             self._metrics.attempt_seconds.labels(*labels).observe(time.monotonic() - started)
             self._metrics.tokens.labels(*labels).inc(inbound.num_tokens)
+            if hedge := self._hedge_of(pool, inbound):
+                hedge.observe(inbound.num_tokens, time.monotonic() - started)
             return outcome
         self._metrics.attempts.labels(*labels, "failed" if outcome.retry_after_s is None else "busy").inc()
         _log.warning(
@@ -138,7 +185,7 @@ class Proxy:
         )
         return outcome
 
-    async def _ask(self, replica: Replica, inbound: Inbound, budget_s: float) -> Answer | Failure:
+    async def _ask(self, pool: Pool, replica: Replica, inbound: Inbound, budget_s: float) -> Answer | Failure:
         headers = {**inbound.headers, TIMEOUT_HEADER: f"{budget_s:.3f}"}
         try:
             async with asyncio.timeout(budget_s):
@@ -151,7 +198,7 @@ class Proxy:
             raise Problem(
                 "opd:too-large", "the answer is larger than this gateway passes on: send fewer sequences or less top_k"
             ) from error
-        return _read_failure(answer) or answer
+        return _read_failure(answer) or _read_stranger(answer, pool, replica) or answer
 
     def _give_up(self, pool: Pool, failures: Mapping[Replica, Failure], *, is_late: bool) -> Problem:
         tried = "; ".join(f"{replica.name}: {failure.reason}" for replica, failure in failures.items())
@@ -188,6 +235,29 @@ def _read_failure(answer: Answer) -> Failure | None:
         return Failure(f"it answered {status}: {said}", retry_after_s=wait_s, is_full=status == 429)
     if status >= 500 and status != 501:
         return Failure(f"it answered {status}: {said}", is_timeout=status == 504)
+    return None
+
+
+def _read_stranger(answer: Answer, pool: Pool, replica: Replica) -> Failure | None:
+    """None when a 200 begins as this teacher's answers do; another model may have started at the replica's address."""
+    if answer.status != 200 or (head := read_head(answer)) == (pool.name, replica.fingerprint):
+        return None
+    if head is None:
+        return Failure("it answered 200 with a body that does not begin with model and fingerprint")
+    return Failure(f"{head[0][:80]!r} with fingerprint {head[1][:80]} answered, not {replica.fingerprint}")
+
+
+async def _first_answer(
+    racing: dict[asyncio.Task[Answer | Failure], Replica], failures: dict[Replica, Failure]
+) -> tuple[Answer, Replica] | None:
+    """The first answer among attempts that run; those that fail move to `failures`, those that still run stay."""
+    while racing:
+        done, _ = await asyncio.wait(racing, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            replica, outcome = racing.pop(task), task.result()
+            if isinstance(outcome, Answer):
+                return outcome, replica
+            failures[replica] = outcome
     return None
 
 

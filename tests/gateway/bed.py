@@ -69,10 +69,10 @@ class Bed:
     ) -> Service:
         """The gateway at `url`; others beside it get a `port` of their own."""
         port = port or self.port
-        teachers = [part for port in ports for part in ("--teacher", f"math=http://127.0.0.1:{port}")] + [*args]
+        teachers = [part for port in ports for part in ("--teacher", f"math=http://127.0.0.1:{port}")]
         settings = [f"gateway.request_timeout_s={timeout_s}", "gateway.probe_interval_s=0.2"]
         overrides = [part for text in settings for part in ("--set", text)]
-        service = self.run("services.gateway", "--port", port, *teachers, *overrides, env=env)
+        service = self.run("services.gateway", "--port", port, *teachers, *overrides, *args, env=env)
         await service.wait_ready(f"http://127.0.0.1:{port}/healthz")
         if wait:
             await self.wait_states(*["ready"] * len(ports), port=port)
