@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from services.trainer.config import TrainerConfig, load
 from shared import log
-from shared.errors import run_main
+from shared.errors import OpdError, run_main
 from shared.model_folder import check_model_folder
 from shared.redis_client import connect
 from shared.service import check_port_free, health_thread, leave, stop_event
@@ -73,7 +73,11 @@ async def _lead(config: TrainerConfig) -> None:
         student, ranks = _ranks(config)
         stop = stop_event()
         status.update(ready=True, reason="training")
-        await Trainer(config, student, ranks, client).run(stop)
+        try:
+            await Trainer(config, student, ranks, client).run(stop)
+        except OpdError:
+            ranks.stop()  # the others wait for the next operation
+            raise
         ranks.stop()
         student.model.close()
     await client.aclose()

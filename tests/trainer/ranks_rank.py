@@ -19,11 +19,22 @@ def main(rank: int, port: str, file: Path) -> None:
         calls.append([len(argument[0]), argument[1]] if argument else [])
         return 10 * rank + len(calls)
 
-    ranks = Ranks({"note": note})
+    def fail(who: int) -> None:
+        if rank == who:
+            raise OSError(f"no room on {who}")
+
+    ranks = Ranks({"note": note, "fail": fail})
     if rank == 0:
         results = [ranks.call("note", [b"x" * 100_000, 7]), ranks.call("note"), ranks.call("note", [b"", "ü"])]
-        ranks.stop()
         assert results == [1, 2, 3]
+        reasons = []
+        for who in (0, 1, 2):
+            try:
+                ranks.call("fail", who)
+            except OSError as error:
+                reasons.append(str(error))
+        assert reasons == ["no room on 0", "rank 1: no room on 1"]
+        ranks.stop()
     else:
         ranks.follow()
     file.write_text(json.dumps(calls))

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.conftest import REPO, free_port
 
 
-def test_every_rank_runs_what_rank_zero_calls(tmp_path: Path) -> None:
+def test_every_rank_runs_what_rank_zero_calls_and_its_failure_is_known(tmp_path: Path) -> None:
     port = str(free_port())
     env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     script = str(REPO / "tests" / "trainer" / "ranks_rank.py")
