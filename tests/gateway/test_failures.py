@@ -174,7 +174,7 @@ async def test_sigterm_lets_requests_finish_and_exits_with_0(bed: Bed):
         await stand.behave("good")
         answers = await asyncio.gather(*requests)
     assert [answer.status_code for answer in answers] == [200] * 5
-    assert await asyncio.to_thread(gateway.stop) == 0
+    assert await asyncio.to_thread(gateway.process.wait, 20) == 0  # a second signal could meet an interpreter that ends
     assert "Traceback" not in gateway.output()
     assert all(json.loads(line)["service"] == "gateway" for line in gateway.output().splitlines())
 
@@ -182,7 +182,7 @@ async def test_sigterm_lets_requests_finish_and_exits_with_0(bed: Bed):
 async def refuses(port: int) -> bool:
     try:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-    except ConnectionRefusedError:
+    except ConnectionError:
         return True
     writer.close()
     return False
