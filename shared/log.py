@@ -7,9 +7,23 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 _FIELDS = "opd_fields"
+_bound: ContextVar[dict[str, Any]] = ContextVar("bound")
+
+
+@contextmanager
+def bound(**values: Any) -> Iterator[None]:
+    """Adds values to every line that is logged in the course of the block, also by tasks begun in it."""
+    token = _bound.set({**_bound.get({}), **values})
+    try:
+        yield
+    finally:
+        _bound.reset(token)
 
 
 def fields(**values: Any) -> dict[str, Any]:
@@ -33,6 +47,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "event": record.getMessage(),
         }
+        line.update(_bound.get({}))
         line.update(getattr(record, _FIELDS, {}))
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

@@ -10,7 +10,7 @@ import uvicorn
 from services.gateway.app import create_app
 from services.gateway.config import load
 from services.gateway.keys import load_keys
-from shared import log
+from shared import log, tracing
 from shared.errors import RunFailed, run_main
 from shared.service import check_port_free
 
@@ -26,11 +26,12 @@ def main() -> None:
     log.configure("gateway")
     config = load()
     keys = load_keys(config)
+    tracer = tracing.configure("opd-gateway")
     settings = config.gateway
     check_port_free(settings.host, settings.port, setting="gateway.port (--port)")
     server = uvicorn.Server(
         uvicorn.Config(
-            create_app(config, keys),
+            create_app(config, keys, tracer=tracer),
             host=settings.host,
             port=settings.port,
             log_config=None,
@@ -48,6 +49,7 @@ def main() -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, stop)
     server.run()
+    tracer.close()
     if not server.started:
         raise RunFailed("the gateway did not start: see the log above")
 

@@ -17,15 +17,19 @@ from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway, problem_response
 from services.gateway.keys import Keys
 from shared.errors import Problem
+from shared.tracing import Tracer
 
 
-def create_app(config: GatewayConfig, keys: Keys, *, resolve: Resolve = resolve) -> FastAPI:
+def create_app(
+    config: GatewayConfig, keys: Keys, *, resolve: Resolve = resolve, tracer: Tracer | None = None
+) -> FastAPI:
     """The application; connections and probes begin with its lifespan.
 
     Args:
         resolve: looks up DNS names.
+        tracer: makes spans of requests; None switches traces off.
     """
-    gateway = Gateway(config, keys, resolve)
+    gateway = Gateway(config, keys, resolve, tracer or Tracer())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -26,6 +26,7 @@ from services.gateway.replica import Replica
 from services.gateway.upstream import Answer, ReplicaClient
 from shared import aio, log
 from shared.errors import Problem
+from shared.tracing import Span, Tracer, passed_on
 
 _FORWARDED = ("content-type", "accept")
 _RETURNED = ("content-type", "retry-after")
@@ -39,8 +40,9 @@ _log = log.get(__name__)
 class Gateway:
     """State of one gateway process: the pools, connections to replicas, metrics."""
 
-    def __init__(self, config: GatewayConfig, keys: Keys, resolve: Resolve) -> None:
+    def __init__(self, config: GatewayConfig, keys: Keys, resolve: Resolve, tracer: Tracer) -> None:
         settings = config.gateway
+        self.tracer = tracer
         self.settings = settings
         self.keys = keys
         self.pools = {name: Pool(name, []) for name in config.teachers}
@@ -50,7 +52,7 @@ class Gateway:
             self.pools,
             self.metrics,
             settings,
-            connect=lambda url: ReplicaClient(url, keys.upstream),
+            connect=lambda url: ReplicaClient(url, keys.upstream, tracer),
             resolve=resolve,
         )
         self.proxy = Proxy(
@@ -82,8 +84,19 @@ class Gateway:
     async def serve(self, request: Request) -> Response:
         """Read the body, find the teacher, and pass on what one of its replicas answers."""
         headers = request.headers
-        started = time.monotonic()
         request_id = routing.request_id(headers) or uuid.uuid4().hex
+        name = f"{request.method} {request.scope['path']}"
+        with log.bound(request_id=request_id), self.tracer.span(name, "server", parent=headers) as span:
+            span.set(request_id=request_id)
+            response = await self._serve(request, request_id, span)
+            span.set(status=response.status_code)
+            if response.status_code >= 500:
+                span.fail(f"status {response.status_code}")
+            return response
+
+    async def _serve(self, request: Request, request_id: str, span: Span) -> Response:
+        headers = request.headers
+        started = time.monotonic()
         teacher = key = ""
         status = 500
         try:
@@ -97,6 +110,7 @@ class Gateway:
                 route = routing.read(headers, body)
                 pool = routing.find_pool(self.pools, route.teacher)
                 teacher = pool.name
+                span.set(teacher=teacher, key=key, bytes=len(body))
                 inbound = _inbound(request, request_id, body, route, deadline=started + limit_s)
                 self.metrics.request_bytes.labels(teacher).inc(len(body))
                 outcome = await _unless_gone(request.receive, self.proxy.forward(pool, inbound))
@@ -145,6 +159,7 @@ def _inbound(request: Request, request_id: str, body: bytes, route: routing.Rout
         request_id=request_id,
         body=body,
         headers={name: headers[name] for name in _FORWARDED if name in headers}
+        | passed_on(headers)
         | {routing.REQUEST_ID_HEADER: request_id},
         num_tokens=routing.num_tokens(headers, len(body)),
         deadline=deadline,

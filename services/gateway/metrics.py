@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
 
@@ -14,6 +15,7 @@ from services.gateway.pool import Pool
 from services.gateway.replica import State
 
 _REPLICA = ["teacher", "replica"]
+_NUMBER = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10})?")
 _SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -24,6 +26,7 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         self.registry.register(_LiveCollector(pools, clients))
         common = {"namespace": "opd", "subsystem": "gateway", "registry": self.registry}
+        seconds = {"buckets": _SECONDS, **common}
         self.responses = Counter(
             "responses_total", "Answers to clients; teacher is empty if unknown", ["teacher", "status"], **common
         )
@@ -34,15 +37,23 @@ class GatewayMetrics:
             **common,
         )
         self.request_seconds = Histogram(
-            "request_seconds", "Time from a request's head to its answer", ["teacher"], buckets=_SECONDS, **common
+            "request_seconds", "Time from a request's head to its answer", ["teacher"], **seconds
         )
         self.attempts = Counter(
             "attempts_total", "Requests sent to a replica, by what came of them", [*_REPLICA, "outcome"], **common
         )
-        self.attempt_seconds = Histogram(
-            "attempt_seconds", "Time a replica took to answer", _REPLICA, buckets=_SECONDS, **common
-        )
+        self.attempt_seconds = Histogram("attempt_seconds", "Time a replica took to answer", _REPLICA, **seconds)
         self.tokens = Counter("tokens_total", "Tokens of answered requests, estimated", _REPLICA, **common)
+        self.queue_seconds = Histogram(
+            "queue_seconds", "Time that answered requests waited for the replica's engine", _REPLICA, **seconds
+        )
+        self.engine_seconds = Histogram(
+            "engine_seconds", "Time that the replica's engine took for answered requests", _REPLICA, **seconds
+        )
+        self.engine_tokens = Counter("engine_tokens_total", "Tokens of answers", _REPLICA, **common)
+        self.cached_tokens = Counter(
+            "cached_tokens_total", "Tokens of answers that the replica had in its prefix cache", _REPLICA, **common
+        )
         self.request_bytes = Counter("request_bytes_total", "Bytes of request bodies", ["teacher"], **common)
         self.answer_bytes = Counter("answer_bytes_total", "Bytes of answers", ["teacher"], **common)
         self.retries = Counter("retries_total", "Requests tried again after this replica failed", _REPLICA, **common)
@@ -58,10 +69,24 @@ class GatewayMetrics:
         )
         self.disconnects = Counter("client_disconnects_total", "Clients gone before the answer", ["teacher"], **common)
 
+    def answered(self, teacher: str, replica: str, headers: Mapping[str, str]) -> None:
+        """Count what a replica's answer says it has cost; what it does not say, or says wrongly, is left out."""
+        for header, observe, scale in (
+            ("x-queue-ms", self.queue_seconds.labels(teacher, replica).observe, 1e-3),
+            ("x-engine-ms", self.engine_seconds.labels(teacher, replica).observe, 1e-3),
+            ("x-tokens", self.engine_tokens.labels(teacher, replica).inc, 1),
+            ("x-cached-tokens", self.cached_tokens.labels(teacher, replica).inc, 1),
+        ):
+            text = headers.get(header, "")
+            if _NUMBER.fullmatch(text):
+                observe(float(text) * scale)
+
     def forget(self, teacher: str, replica: str) -> None:
         """Delete the series of a replica that has left for good."""
-        by_replica = (self.attempts, self.attempt_seconds, self.tokens, self.retries, self.ejections, self.probes)
-        for metric in by_replica:
+        for metric in (
+            *(self.attempts, self.attempt_seconds, self.tokens, self.retries, self.ejections, self.probes),
+            *(self.queue_seconds, self.engine_seconds, self.engine_tokens, self.cached_tokens),
+        ):
             metric.remove_by_labels({"teacher": teacher, "replica": replica})
 
     def render(self) -> bytes:

@@ -171,6 +171,7 @@ class Proxy:
             self._metrics.tokens.labels(*labels).inc(inbound.num_tokens)
             if hedge := self._hedge_of(pool, inbound):
                 hedge.observe(inbound.num_tokens, time.monotonic() - started)
+            self._metrics.answered(*labels, outcome.headers)
             return outcome
         self._metrics.attempts.labels(*labels, "failed" if outcome.retry_after_s is None else "busy").inc()
         _log.warning(

@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 
+from shared.tracing import Tracer
+
 PATHS = ("/logprobs", "/generate")
 """Endpoints of a replica to which requests are passed on."""
 
@@ -56,10 +58,13 @@ class ReplicaClient:
     Args:
         url: scheme, host and port.
         key: the key that this gateway shows to the replica, or None.
+        tracer: makes a span of every attempt; None switches traces off.
     """
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, tracer: Tracer | None = None) -> None:
         base = httpx.URL(url)
+        self._name = base.netloc.decode()
+        self._tracer = tracer or Tracer()
         self._urls = {path: base.copy_with(path=path) for path in (*PATHS, "/readyz", "/info")}
         self._headers = {"accept-encoding": "identity"}
         if key is not None:
@@ -78,11 +83,14 @@ class ReplicaClient:
             AnswerTooLarge: see there.
         """
         timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
-        answer = await self._exchange("POST", path, headers, body, timeout, MAX_ANSWER_BYTES)
-        if answer.status == 200:
-            _check_map(answer)
-        elif not 400 <= answer.status < 600:
-            raise AttemptError(f"it answered with HTTP status {answer.status}")
+        with self._tracer.span(f"attempt {path}", "client") as span:
+            span.set(replica=self._name)
+            answer = await self._exchange("POST", path, {**headers, **span.headers()}, body, timeout, MAX_ANSWER_BYTES)
+            span.set(status=answer.status)
+            if answer.status == 200:
+                _check_map(answer)
+            elif not 400 <= answer.status < 600:
+                raise AttemptError(f"it answered with HTTP status {answer.status}")
         return answer
 
     async def is_ready(self) -> tuple[bool, str]:

@@ -19,9 +19,10 @@ from services.teacher.processes import end_children
 from services.teacher.registration import Registration, registration_of
 from services.teacher.service import TeacherService
 from services.teacher.vllm_scorer import VllmScorer
-from shared import aio, log
+from shared import aio, log, tracing
 from shared.errors import ConfigError, EngineDied, run_main
 from shared.service import api_key, stop_event
+from shared.tracing import Tracer
 
 _log = log.get(__name__)
 _DRAIN_S = 5
@@ -42,17 +43,23 @@ def main() -> None:
     config = load()
     log.configure(f"teacher/{config.name}")
     registration = registration_of(config)
+    tracer = tracing.configure("opd-teacher", teacher=config.name)
     service = TeacherService(config, VllmScorer(config.teacher))
     key = api_key()
     with contextlib.closing(_listen(config)) as listener:
         try:
-            asyncio.run(serve(service, key, listener, registration))
+            asyncio.run(serve(service, key, listener, registration, tracer))
         finally:
+            tracer.close()
             end_children()
 
 
 async def serve(
-    service: TeacherService, key: str | None, listener: socket.socket, registration: Registration | None = None
+    service: TeacherService,
+    key: str | None,
+    listener: socket.socket,
+    registration: Registration | None = None,
+    tracer: Tracer | None = None,
 ) -> None:
     """HTTP from the first moment (not ready), the engine beside it, until a signal or the engine's death.
 
@@ -62,7 +69,7 @@ async def serve(
     stop = stop_event()
     server = _Server(
         uvicorn.Config(
-            create_app(service, key),
+            create_app(service, key, tracer),
             log_config=None,
             access_log=False,
             server_header=False,

@@ -13,9 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from services.teacher import docs, http
+from services.teacher.observe import Observed
 from services.teacher.service import Race, TeacherService
 from shared import log
 from shared.errors import Problem
+from shared.tracing import Tracer
 from shared.wire import choose_accept
 
 RequestT = TypeVar("RequestT")
@@ -24,11 +26,12 @@ _log = log.get(__name__)
 _CLIENT_GONE = 499  # nobody reads this status; it is for the metrics
 
 
-def create_app(service: TeacherService, key: str | None) -> FastAPI:
+def create_app(service: TeacherService, key: str | None, tracer: Tracer | None = None) -> FastAPI:
     """The application; starting and stopping the service is up to the caller.
 
     Args:
         key: what clients must show; None switches authentication off.
+        tracer: makes a span of every request; None switches traces off.
     """
     app = FastAPI(title=f"opd teacher {service.config.name}", description=__doc__, redoc_url=None)
 
@@ -79,6 +82,7 @@ def create_app(service: TeacherService, key: str | None) -> FastAPI:
         return service.describe()
 
     _add_error_handlers(app)
+    app.add_middleware(Observed, tracer=tracer or Tracer())
     app.add_middleware(http.RequestIds)
     return app
 

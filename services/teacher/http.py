@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shared import log
 from shared.errors import Problem
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -117,4 +118,5 @@ class RequestIds:
                 message["headers"] = [*message.get("headers", []), header]
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        with log.bound(request_id=request_id):
+            await self._app(scope, receive, send_with_id)

@@ -16,6 +16,7 @@ from services.teacher.canary import Canary
 from services.teacher.config import TeacherConfig
 from services.teacher.fingerprint import fingerprint
 from services.teacher.metrics import Metrics
+from services.teacher.observe import note_usage
 from services.teacher.rest import Rest
 from services.teacher.scorer import Scorer, ScoringError
 from services.teacher.text import TextCodec
@@ -169,7 +170,7 @@ class TeacherService:
         self.metrics.tokens.inc(num_read)
         self.metrics.generated.inc(num_written)
         self.metrics.request_s.observe(seconds)
-        usage = {"tokens": num_read + num_written, "engine_ms": round(1000 * seconds, 1)}
+        usage = note_usage({"tokens": num_read + num_written, "engine_ms": round(1000 * seconds, 1)})
         return encode_generate_response(GenerateResponse(self.config.name, self.fingerprint, results, usage), accept)
 
     async def answer(self, request: LogprobsRequest, accept: str, race: Race) -> tuple[bytes, str]:
@@ -197,6 +198,7 @@ class TeacherService:
             "queue_ms": round(queue_ms, 1),
             "engine_ms": round(engine_ms - queue_ms, 1),
         }
+        note_usage(usage)
         response = LogprobsResponse(self.config.name, self.fingerprint, results, usage)
         return encode_response(response, accept, request.logprobs_dtype)
 

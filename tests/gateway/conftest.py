@@ -5,6 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.gateway.bed import Bed
+from tests.teacher.conftest import fake_model
+
+__all__ = ["bed", "fake_model"]
 
 
 @pytest.fixture

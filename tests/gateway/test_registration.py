@@ -11,7 +11,6 @@ import pytest
 
 from tests.conftest import Service, free_port, wait_until
 from tests.gateway.bed import Bed
-from tests.teacher.conftest import fake_model  # noqa: F401
 
 BODY = {"model": "math", "token_ids": [[5, 6, 7]], "prompt_len": [1]}
 KEYS = {"OPD_REGISTRATION_KEY": "admin", "OPD_API_KEY": "client"}
@@ -29,7 +28,7 @@ class Teachers:
 
 
 @pytest.fixture
-def teachers(run_service, bed: Bed, fake_model: Path) -> Teachers:  # noqa: F811
+def teachers(run_service, bed: Bed, fake_model: Path) -> Teachers:
     return Teachers(run_service, bed, fake_model)
 
 
@@ -125,7 +124,7 @@ async def test_a_gateway_started_again_knows_its_replicas_soon(bed: Bed, teacher
         (["--register", "http://127.0.0.1:8100", "--host", "0.0.0.0"], KEYS, "--advertise http://HOST:PORT"),
     ],
 )
-async def test_a_registration_that_cannot_work_is_refused(run_service, fake_model: Path, options, env, words):  # noqa: F811
+async def test_a_registration_that_cannot_work_is_refused(run_service, fake_model: Path, options, env, words):
     name = ["--name", "math", "--model", fake_model, "--port", free_port()]
     service = run_service("tests.teacher.fake_teacher", *name, *options, env=env)
     await wait_until(lambda: service.process.poll() is not None)

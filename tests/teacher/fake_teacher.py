@@ -10,14 +10,15 @@ from fastapi import FastAPI, Request, Response
 import services.teacher.__main__ as teacher
 from services.teacher.service import TeacherService
 from shared.errors import run_main
+from shared.tracing import Tracer
 from tests.teacher.fake_scorer import FakeScorer
 
 _scorer = FakeScorer()
 _create_app = teacher.create_app
 
 
-def _with_gate(service: TeacherService, key: str | None) -> FastAPI:
-    app = _create_app(service, key)
+def _with_gate(service: TeacherService, key: str | None, tracer: Tracer | None) -> FastAPI:
+    app = _create_app(service, key, tracer)
 
     @app.post("/gate")
     async def gate(request: Request) -> Response:
