@@ -23,6 +23,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.pool import Pool
 from services.gateway.proxy import Inbound, Proxy
 from services.gateway.replica import Replica
+from services.gateway.split import Splitter
 from services.gateway.upstream import Answer, ReplicaClient
 from shared import aio, log
 from shared.errors import Problem
@@ -55,13 +56,14 @@ class Gateway:
             connect=lambda url: ReplicaClient(url, keys.upstream, tracer),
             resolve=resolve,
         )
-        self.proxy = Proxy(
+        proxy = Proxy(
             self.members.clients,
             self.metrics,
             request_timeout_s=settings.request_timeout_s,
             retry_after_s=settings.probe_interval_s,
             hedge_quantile=settings.hedge_quantile,
         )
+        self.splitter = Splitter(proxy, self.metrics)
         self.membership: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -113,13 +115,13 @@ class Gateway:
                 span.set(teacher=teacher, key=key, bytes=len(body))
                 inbound = _inbound(request, request_id, body, route, deadline=started + limit_s)
                 self.metrics.request_bytes.labels(teacher).inc(len(body))
-                outcome = await _unless_gone(request.receive, self.proxy.forward(pool, inbound))
+                outcome = await _unless_gone(request.receive, self.splitter.forward(pool, inbound))
             if outcome is None:
                 raise ClientDisconnect
-            answer, replica = outcome
+            answer, replicas = outcome
             status = answer.status
             self.metrics.answer_bytes.labels(teacher).inc(len(answer.body))
-            return _answer_response(answer, replica, request_id)
+            return _answer_response(answer, replicas, request_id)
         except Problem as problem:
             status = problem.status
             return problem_response(problem, {routing.REQUEST_ID_HEADER: request_id})
@@ -188,9 +190,9 @@ async def _read_body(request: Request, max_bytes: int, limit_s: float) -> bytes:
     return b"".join(chunks)
 
 
-def _answer_response(answer: Answer, replica: Replica, request_id: str) -> Response:
+def _answer_response(answer: Answer, replicas: list[Replica], request_id: str) -> Response:
     headers = {name: answer.headers[name] for name in _RETURNED if name in answer.headers}
-    headers |= {routing.REQUEST_ID_HEADER: request_id, "x-replica": replica.name}
+    headers |= {routing.REQUEST_ID_HEADER: request_id, "x-replica": ", ".join(replica.name for replica in replicas)}
     return Response(answer.body, answer.status, headers)
 
 

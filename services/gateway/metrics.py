@@ -57,6 +57,9 @@ class GatewayMetrics:
         self.request_bytes = Counter("request_bytes_total", "Bytes of request bodies", ["teacher"], **common)
         self.answer_bytes = Counter("answer_bytes_total", "Bytes of answers", ["teacher"], **common)
         self.retries = Counter("retries_total", "Requests tried again after this replica failed", _REPLICA, **common)
+        self.splits = Counter(
+            "splits_total", "Requests split over replicas, by what came of it", ["teacher", "result"], **common
+        )
         self.hedges = Counter(
             "hedges_total", "Requests asked a second time because they were slow", ["teacher", "result"], **common
         )

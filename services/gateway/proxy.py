@@ -48,6 +48,7 @@ class Inbound:
         headers: what is sent to the replica, nothing else of the client's headers is.
         deadline: on the clock of time.monotonic.
         prefix_key: names the group of requests with the same prompt.
+        first: the replica that is asked first, if it may take one more request; None leaves it to the pool.
     """
 
     path: str
@@ -57,6 +58,7 @@ class Inbound:
     num_tokens: int
     deadline: float
     prefix_key: str | None = None
+    first: Replica | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class Proxy:
                 detail names them and their last errors), 504 when the deadline passed.
         """
         failures: dict[Replica, Failure] = {}
-        while len(failures) < MAX_ATTEMPTS and (replica := pool.choose(failures, inbound.prefix_key)):
+        while len(failures) < MAX_ATTEMPTS and (replica := _choose(pool, inbound, failures)):
             left_s = inbound.deadline - time.monotonic()
             if left_s <= _CLOCK_SLACK_S:
                 break
@@ -223,6 +225,12 @@ class Proxy:
             f"no replica of teacher {pool.name!r} can answer ({detail})",
             retry_after_s=retry_after_s,
         )
+
+
+def _choose(pool: Pool, inbound: Inbound, failures: Mapping[Replica, Failure]) -> Replica | None:
+    if not failures and inbound.first is not None and inbound.first.is_open:
+        return inbound.first
+    return pool.choose(failures, inbound.prefix_key)
 
 
 def _read_failure(answer: Answer) -> Failure | None:

@@ -3,10 +3,10 @@
     python -m tests.gateway.stand_in PORT MODEL FINGERPRINT BEHAVIOUR [HOST]
 
 POST /behave?NAME changes the behaviour:
-    good, slow (50 ms), hold (answers once it is told to behave otherwise), hang (never answers), fail (500 at once),
-    full (429), busy (503 with Retry-After), key (401), invalid (422), noise (200 with no scores in it), cut (closes in
-    the middle of an answer), shifted (rows off by one, a token too many), endless (an answer of 1 GiB), drowsy
-    (/readyz says no)
+    good, slow (50 ms), metered (20 µs a token, one request after the other), hold (answers once it is told to behave
+    otherwise), hang (never answers), fail (500 at once), full (429), busy (503 with Retry-After), key (401), invalid
+    (422), noise (200 with no scores in it), cut (closes in the middle of an answer), shifted (rows off by one, a token
+    too many), endless (an answer of 1 GiB), drowsy (/readyz says no)
 GET /counts tells how many requests came in, how many of them their sender gave up, the last headers, and body hashes.
 The logprob of token id i is -i; a prompt is continued with itself and a 0.
 """
@@ -39,6 +39,7 @@ class StandIn:
         self.counts: Counter[str] = Counter()
         self.headers: dict[str, str] = {}
         self.held = asyncio.Event()
+        self.engine = asyncio.Lock()
         self.bodies: deque[str] = deque(maxlen=4)
 
     async def serve(self, request: Request) -> Response:
@@ -67,6 +68,11 @@ class StandIn:
                     return StreamingResponse((b"\x80" * 2**20 for _ in range(1024)), media_type=MSGPACK)
                 case "slow":
                     await asyncio.sleep(0.05)
+                case "metered":
+                    async with self.engine:
+                        await asyncio.sleep(
+                            20e-6 * parse_request(body, request.headers["content-type"], LIMITS).num_tokens
+                        )
                 case "hold":
                     self.held.clear()
                     await self.held.wait()
