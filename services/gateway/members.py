@@ -227,7 +227,7 @@ class Members:
         """Addresses, the result for the metric, and what went wrong."""
         try:
             addresses = await self._resolve(name, port)
-        except OSError as error:  # TimeoutError and socket.gaierror are
+        except (OSError, UnicodeError) as error:  # no answer, a timeout; a label that is too long
             return [], "failed", f"{type(error).__name__}: {error}"
         return addresses, *(("answered", "") if addresses else ("empty", "the name has no address"))
 

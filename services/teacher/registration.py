@@ -18,7 +18,7 @@ from shared import log
 from shared.errors import ConfigError
 from shared.service import secret
 
-GOODBYE_S = 4.0
+GOODBYE_S = 3.0
 """Longest time that stopping waits for gateways to have nothing in flight here."""
 
 _TIMEOUT_S = 5.0

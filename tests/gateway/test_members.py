@@ -25,12 +25,12 @@ class Names:
     """A resolver that the test controls."""
 
     def __init__(self, *addresses: str) -> None:
-        self.addresses: list[str] | OSError = list(addresses)
+        self.addresses: list[str] | Exception = list(addresses)
         self.asked: list[tuple[str, int]] = []
 
     async def __call__(self, name: str, port: int) -> list[str]:
         self.asked.append((name, port))
-        if isinstance(self.addresses, OSError):
+        if isinstance(self.addresses, Exception):
             raise self.addresses
         return self.addresses
 
@@ -80,10 +80,10 @@ async def test_every_address_behind_a_name_is_followed(bed: Bed):
         names.addresses = ["127.0.0.4", "127.0.0.2", "127.0.0.3"]
         await wait_members(client, dict.fromkeys(at, ready))
 
-        for trouble in ([], OSError("no such host"), TimeoutError()):  # the last known members stay
+        for trouble in ([], OSError("no such host"), TimeoutError(), UnicodeError("label too long")):
             names.addresses = trouble
             await names.asked_again()
-            assert await members(client) == dict.fromkeys(at, ready)
+            assert await members(client) == dict.fromkeys(at, ready)  # the last known ones stay
 
         await stands[0].behave("hold")
         bodies = [{**BODY, "token_ids": [[prompt, 2, 3, 4]]} for prompt in range(24)]  # each has a home of its own
@@ -226,6 +226,8 @@ async def test_only_the_registration_key_changes_members(bed: Bed):
         assert (await client.put("/replicas/nobody", json={"url": stand.url})).status_code == 404
         assert (await client.put("/replicas/math", content=b"[" * 2000)).status_code == 400
         assert (await client.put("/replicas/math", content=b" " * 5000)).status_code == 413
+        half = await client.put("/replicas/math", content=b'{"url": "http://a:1", "\\ud800": 1}')
+        assert half.status_code == 400
         assert (await client.put("/replicas/math", json={"url": stand.url, "x": 1})).status_code == 400
         assert (await client.delete("/replicas/math", params={"url": "http://127.0.0.1:9"})).status_code == 404
         assert (await client.delete("/replicas/math")).status_code == 400
