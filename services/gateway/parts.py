@@ -55,9 +55,8 @@ def read(body: bytes, *, is_json: bool) -> Sequences | None:
         fields = _decode(body, is_json)
         token_ids, prompt_len = fields["token_ids"], fields.get("prompt_len")
         num = len(token_ids)
-        if num > _MAX_SEQUENCES or not all(
-            fields.get(name) is None or len(fields[name]) == num for name in _PER_SEQUENCE
-        ):
+        given = [fields[name] for name in _PER_SEQUENCE if fields.get(name) is not None]
+        if num > _MAX_SEQUENCES or not all(isinstance(items, list) and len(items) == num for items in given):
             return None
         ids = [item["data"] if isinstance(item, dict) else item for item in token_ids]
         lengths = [len(item) // 4 if isinstance(item, bytes) else len(item) for item in ids]

@@ -100,6 +100,8 @@ def test_a_part_is_a_request_for_its_sequences_alone():
         {"token_ids": 3},
         {"token_ids": [[1], [2]], "prompt_len": [1]},
         {"token_ids": [[1], [2]], "prompt_len": ["1", "2"]},
+        {"token_ids": [[1], [2]], "candidate_ids": {"a": 1, "b": 2}},
+        {"token_ids": [[1], [2]], "candidate_ids": "ab"},
         {"token_ids": [[[1]], [2]], "prompt_len": [1, 1]},
         {"token_ids": [1, 2]},
         {"token_ids": [[1]] * 2000},
