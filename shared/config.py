@@ -94,6 +94,7 @@ class TeacherSection(ReplicasSection, ObjectiveSection):
     max_queued_tokens: Positive = 262_144
     max_body_bytes: Positive = 16 * 2**20
     kv_cache_bytes: Positive = 256 * 2**20
+    prefix_caching: bool = True
     threads: Positive = 1
 
 

@@ -53,7 +53,8 @@ class LogprobsRequest:
 class SequenceScores:
     """Scores of one sequence: token_ids [R] int32, logprobs [R] float32, the rest [R, k] or [R, C] or absent.
 
-    `queue_ms` (waiting in the engine's queue) does not travel by itself: the answer's `usage` has the longest.
+    `queue_ms` (waiting in the engine's queue) and `cached_tokens` (not computed, out of the prefix cache) do not travel
+    by themselves: the answer's `usage` has the longest and the sum.
     """
 
     token_ids: np.ndarray
@@ -64,6 +65,7 @@ class SequenceScores:
     tokens: list[str] | None = None
     top_tokens: list[list[str]] | None = None
     queue_ms: float = 0.0
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -18,7 +18,10 @@ class Metrics:
         self.requests = Counter(
             "opd_teacher_requests", "Requests to /logprobs and /generate by HTTP status", ["status"], **names
         )
-        self.tokens = Counter("opd_teacher_tokens", "Tokens the engine has read for answered requests", **names)
+        self.tokens = Counter("opd_teacher_tokens", "Tokens of answered requests", **names)
+        self.cached_tokens = Counter(
+            "opd_teacher_cached_tokens", "Of those, tokens that came out of the prefix cache, not computed", **names
+        )
         self.rows = Counter("opd_teacher_scored_rows", "Rows returned", **names)
         self.generated = Counter("opd_teacher_generated_tokens", "Tokens written for answered requests", **names)
         self.queued_tokens = Gauge("opd_teacher_queued_tokens", "Tokens admitted and not yet answered", **names)

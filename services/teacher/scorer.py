@@ -25,7 +25,6 @@ class ScorerInfo:
     vocab_size: int
     max_model_len: int
     max_top_k: int
-    serves_candidates: bool
 
 
 class Scorer(Protocol):

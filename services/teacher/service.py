@@ -132,7 +132,6 @@ class TeacherService:
                 "max_sequences": limits.max_sequences,
                 "max_candidates": limits.max_candidates,
                 "max_queued_tokens": self.admission.max_tokens,
-                "candidate_ids": info.serves_candidates,
             },
         }
 
@@ -144,8 +143,6 @@ class TeacherService:
         """
         request = parse_request(body, content_type, self.limits)
         self._check_names(named, request.model)
-        if request.candidate_ids is not None and not self.scorer.info.serves_candidates:
-            raise Problem("opd:invalid", "candidate_ids are not served by this engine; ask for top_k instead")
         return request
 
     def parse_generate(self, body: bytes, content_type: str, named: str | None) -> GenerateRequest:
@@ -194,7 +191,7 @@ class TeacherService:
         queue_ms = max((scores.queue_ms for scores in results), default=0.0)
         usage = {
             "tokens": request.num_tokens,
-            "cached_tokens": 0,
+            "cached_tokens": sum(scores.cached_tokens for scores in results),
             "queue_ms": round(queue_ms, 1),
             "engine_ms": round(engine_ms - queue_ms, 1),
         }
@@ -246,6 +243,7 @@ class TeacherService:
 
     def _count(self, request: LogprobsRequest, results: list[SequenceScores], seconds: float) -> None:
         self.metrics.tokens.inc(request.num_tokens)
+        self.metrics.cached_tokens.inc(sum(scores.cached_tokens for scores in results))
         self.metrics.rows.inc(sum(len(scores.token_ids) for scores in results))
         self.metrics.request_s.observe(seconds)
         infinite = sum(int(np.isneginf(scores.logprobs).sum()) for scores in results)

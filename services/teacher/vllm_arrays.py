@@ -21,13 +21,13 @@ from shared.errors import ConfigError
 
 
 class PromptArrays:
-    """Prompt logprobs of one request: row i scores prompt token i + 1; column 0 is that token, the rest the top k."""
+    """Prompt logprobs of one request, flat, laid out as `vllm_rows` says; views of the received bytes."""
 
     __slots__ = ("logprobs", "token_ids")
 
     def __init__(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
-        self.token_ids = token_ids  # [S - 1, k + 1] int32
-        self.logprobs = logprobs  # [S - 1, k + 1] float32
+        self.token_ids = token_ids  # [R + R·k] int32
+        self.logprobs = logprobs  # [R + R·k + R·C] float32
 
 
 class ArrayLogprobsProcessor(LogprobsProcessor):

@@ -4,50 +4,88 @@ vLLM's own loop takes one request after the other, computes the log-softmax of e
 [tokens, vocabulary] in float32 at once. This one takes the response rows of all requests of an engine step together, in
 chunks of bounded size, and per row gives the actual token, the top k, and whatever ids the request names.
 
-What a request wants travels in `SamplingParams.extra_args`; the answer keeps vLLM's form (`LogprobsTensors`), with one
-row per response token and the columns: actual token, k most likely, C candidates. Ranks are not computed.
+What a request wants travels in `SamplingParams.extra_args`. The answer travels in vLLM's `LogprobsTensors`, but flat,
+so that the receiver needs no copy: first the actual tokens [R], then the top k [R, k], then the candidates [R, C].
 
-Letters: R rows of a request, N rows of a chunk (of all requests), V vocabulary.
+Letters: P prompt tokens, R rows of a request, N rows of a chunk (of all requests), V vocabulary, k and C columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
+from services.teacher.topk import top_k
+
 if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-EXTRA = "opd_rows"
+_EXTRA = "opd_rows"
 """Key in `SamplingParams.extra_args`: {"first": P, "candidates": int32 bytes of [R, C], "num_candidates": C}."""
 
-_MAX_CHUNK_BYTES = 128 * 2**20
-"""Of one chunk's float32 logits [N, V]; log-sum-exp needs as much again."""
+MAX_CHUNK_BYTES = 64 * 2**20
+"""Of one chunk's float32 logits [N, V]. More rows at once are no faster, even where each chunk casts the head."""
+
+_CPU_TILE_BYTES = 2 * 2**20
+"""Of the rows whose log-softmax and top k are taken together on a CPU: what stays in its caches between the two."""
 
 
 def extra_args(first: int, candidates: bytes, num_candidates: int) -> dict[str, Any]:
     """What `RowScorer` reads: score positions `first` … S − 1, each with `num_candidates` ids of its own."""
-    return {EXTRA: {"first": first, "candidates": candidates, "num_candidates": num_candidates}}
+    return {_EXTRA: {"first": first, "candidates": candidates, "num_candidates": num_candidates}}
+
+
+def first_row(params: SamplingParams | None) -> int | None:
+    """Position of the first token to score; None for a request that asks for no rows."""
+    wanted = (params.extra_args or {}).get(_EXTRA) if params is not None else None
+    return None if wanted is None else wanted["first"]
+
+
+class Columns(NamedTuple):
+    """Views of an answer: torch tensors in the worker, numpy arrays where it is received."""
+
+    ids: Any  # [R] int32, of the actual tokens
+    logprobs: Any  # [R] float32
+    top_ids: Any  # [R, k] int32
+    top_logprobs: Any  # [R, k] float32
+    candidate_logprobs: Any  # [R, C] float32
+
+
+def columns(ids: Any, logprobs: Any, num_rows: int, k: int, num_candidates: int) -> Columns:
+    """Takes an answer's flat arrays apart. Raises ValueError when they are not of these sizes."""
+    top = num_rows * (1 + k)
+    if len(ids) != top or len(logprobs) != top + num_rows * num_candidates:
+        raise ValueError(
+            f"{len(ids)} ids and {len(logprobs)} logprobs for {num_rows} rows, k={k} and {num_candidates} candidates"
+        )
+    return Columns(
+        ids=ids[:num_rows],
+        logprobs=logprobs[:num_rows],
+        top_ids=ids[num_rows:].reshape(num_rows, k),
+        top_logprobs=logprobs[num_rows:top].reshape(num_rows, k),
+        candidate_logprobs=logprobs[top:].reshape(num_rows, num_candidates),
+    )
 
 
 @dataclass(slots=True)
 class _Part:
-    """The rows of one request that this engine step computes.
+    """Rows `row` … `row + count` of one request, whose hidden states begin at `hidden` of the step's."""
 
-    Attributes:
-        tensors: the request's whole answer, [R, 1 + k + C].
-        rows: [n] which of its R rows.
-        hidden: [n] their places in the step's hidden states.
-    """
-
-    tensors: LogprobsTensors
+    request: CachedRequestState
     top_k: int
-    rows: torch.Tensor
-    hidden: torch.Tensor
+    row: int
+    hidden: int
+    count: int
+
+    def cut(self, begin: int, count: int) -> _Part:
+        """`count` of its rows, from its `begin`-th on."""
+        return _Part(self.request, self.top_k, self.row + begin, self.hidden + begin, count)
 
 
 class RowScorer:
@@ -55,8 +93,9 @@ class RowScorer:
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
-        vocab_size = runner.model_config.get_vocab_size()
-        self._chunk = max(1, _MAX_CHUNK_BYTES // (4 * vocab_size))
+        row_bytes = 4 * runner.model_config.get_vocab_size()
+        self._chunk = max(1, MAX_CHUNK_BYTES // row_bytes)
+        self._tile = max(1, _CPU_TILE_BYTES // row_bytes) if runner.device.type == "cpu" else self._chunk
 
     @torch.inference_mode()
     def collect(
@@ -66,83 +105,94 @@ class RowScorer:
         runner = self._runner
         parts: list[_Part] = []
         finished: dict[str, LogprobsTensors | None] = {}
-        for request_id, top_k in runner.num_prompt_logprobs.items():
+        for request_id, k in runner.num_prompt_logprobs.items():
             num_tokens = num_scheduled_tokens.get(request_id)
             if num_tokens is None:
                 continue  # preempted
             request = runner.requests[request_id]
             if request.in_progress_prompt_logprobs_cpu is None:
-                request.in_progress_prompt_logprobs_cpu = _empty_answer(request, top_k)
-            tensors = request.in_progress_prompt_logprobs_cpu
-            parts.append(self._part(request_id, request, tensors, top_k, num_tokens))
+                request.in_progress_prompt_logprobs_cpu = _empty_answer(request, k)
+            parts.append(self._part(request_id, request, k, num_tokens))
             # A prompt that ends with this chunk is answered with the next step's token, as vLLM does it.
             if request.num_computed_tokens + num_tokens >= len(request.prompt_token_ids):
-                finished[request_id] = tensors
-        self._score([part for part in parts if len(part.rows)], hidden_states)
+                finished[request_id] = request.in_progress_prompt_logprobs_cpu
+        for chunk in _chunks(parts, self._chunk):
+            self._score(chunk, hidden_states)
         for request_id in finished:
             del runner.num_prompt_logprobs[request_id]
             runner.requests[request_id].in_progress_prompt_logprobs_cpu = None
         return finished
 
-    def _part(
-        self, request_id: str, request: CachedRequestState, tensors: LogprobsTensors, top_k: int, num_tokens: int
-    ) -> _Part:
-        """The hidden state of position p scores token p + 1, which is row p + 1 − first."""
-        first = len(request.prompt_token_ids) - len(tensors.logprobs)
+    def _part(self, request_id: str, request: CachedRequestState, k: int, num_tokens: int) -> _Part:
+        """The rows that this step computes. The hidden state of position p scores token p + 1, row p + 1 − P.
+
+        `num_computed_tokens` counts what came out of the prefix cache as well: the step's hidden states begin there.
+        """
+        first = first_row(request.sampling_params)
         start = request.num_computed_tokens
         begin = max(start, first - 1)
         end = min(start + num_tokens, len(request.prompt_token_ids) - 1)
-        positions = torch.arange(begin, max(begin, end))
         offset = int(self._runner.query_start_loc.np[self._runner.input_batch.req_id_to_index[request_id]])
-        return _Part(tensors, top_k, rows=positions + 1 - first, hidden=positions - start + offset)
+        return _Part(request, k, row=begin + 1 - first, hidden=begin - start + offset, count=max(0, end - begin))
 
-    def _score(self, parts: list[_Part], hidden_states: torch.Tensor) -> None:
-        """Fill the logprob columns (and the ids of the top k) of all parts, a chunk of rows at a time."""
-        queue = [
-            _Part(part.tensors, part.top_k, rows, hidden)
-            for part in parts
-            for rows, hidden in zip(part.rows.split(self._chunk), part.hidden.split(self._chunk))
-        ]
-        while queue:
-            chunk = [queue.pop(0)]
-            while queue and sum(len(part.rows) for part in chunk) + len(queue[0].rows) <= self._chunk:
-                chunk.append(queue.pop(0))
-            hidden = torch.cat([part.hidden for part in chunk]).to(hidden_states.device)
-            logits = self._runner.model.compute_logits(hidden_states[hidden]).float()
-            normaliser = logits.logsumexp(dim=-1, keepdim=True)
-            top_k = max(part.top_k for part in chunk)
-            top = logits.topk(top_k, dim=-1) if top_k else None
-            begin = 0
-            for part in chunk:
-                end = begin + len(part.rows)
-                own_top = None if top is None else (top.values[begin:end], top.indices[begin:end])
-                _fill(part, logits[begin:end], normaliser[begin:end], own_top)
-                begin = end
+    def _score(self, chunk: list[_Part], hidden_states: torch.Tensor) -> None:
+        """Fill the rows of a chunk: the head for all of them at once, the rest tile by tile."""
+        hidden = torch.cat([hidden_states[part.hidden : part.hidden + part.count] for part in chunk])
+        logits = self._runner.model.compute_logits(hidden)
+        logprobs = torch.empty((min(self._tile, len(logits)), logits.shape[1]), device=logits.device)
+        begin = 0
+        for part in chunk:
+            for at in range(0, part.count, self._tile):
+                tile = part.cut(at, min(self._tile, part.count - at))
+                rows = logits[begin : begin + tile.count].float()
+                _fill(tile, torch.log_softmax(rows, dim=-1, out=logprobs[: tile.count]))
+                begin += tile.count
 
 
-def _empty_answer(request: CachedRequestState, top_k: int) -> LogprobsTensors:
-    """[R, 1 + k + C] with the ids that are known beforehand: the actual token's and the candidates'."""
-    wanted = request.sampling_params.extra_args[EXTRA]
-    first, num_candidates = wanted["first"], wanted["num_candidates"]
-    num_rows = len(request.prompt_token_ids) - first
-    answer = LogprobsTensors(
-        logprob_token_ids=torch.zeros((num_rows, 1 + top_k + num_candidates), dtype=torch.int32),
-        logprobs=torch.full((num_rows, 1 + top_k + num_candidates), torch.nan),
-        selected_token_ranks=torch.zeros(num_rows, dtype=torch.int32),
-    )
-    answer.logprob_token_ids[:, 0] = torch.tensor(request.prompt_token_ids[first:], dtype=torch.int32)
-    if num_candidates:
-        candidates = torch.frombuffer(bytearray(wanted["candidates"]), dtype=torch.int32)
-        answer.logprob_token_ids[:, 1 + top_k :] = candidates.view(num_rows, num_candidates)
-    return answer
+def _chunks(parts: list[_Part], size: int) -> Iterator[list[_Part]]:
+    """All rows of the parts in order, `size` at a time."""
+    chunk, room = [], size
+    for part in parts:
+        begin = 0
+        while begin < part.count:
+            count = min(room, part.count - begin)
+            chunk.append(part.cut(begin, count))
+            begin, room = begin + count, room - count
+            if not room:
+                yield chunk
+                chunk, room = [], size
+    if chunk:
+        yield chunk
 
 
-def _fill(
-    part: _Part, logits: torch.Tensor, normaliser: torch.Tensor, top: tuple[torch.Tensor, torch.Tensor] | None
-) -> None:
-    """Write one part's rows: logits [n, V], their log-sum-exp [n, 1], the largest logits and their ids [n, >= k]."""
-    ids, k = part.tensors.logprob_token_ids, part.top_k
-    if top is not None and k:
-        ids[part.rows, 1 : 1 + k] = top[1][:, :k].to("cpu", torch.int32)
-    wanted = ids[part.rows].long().to(logits.device)
-    part.tensors.logprobs[part.rows] = (logits.gather(1, wanted) - normaliser).cpu()
+def _empty_answer(request: CachedRequestState, k: int) -> LogprobsTensors:
+    """Actual ids known, everything else NaN: a row that was never computed cannot pass for an answer."""
+    wanted = request.sampling_params.extra_args[_EXTRA]
+    scored = request.prompt_token_ids[wanted["first"] :]
+    num_rows = len(scored)
+    ids = torch.zeros(num_rows * (1 + k), dtype=torch.int32)
+    ids[:num_rows] = torch.tensor(scored, dtype=torch.int32)
+    logprobs = torch.full((num_rows * (1 + k + wanted["num_candidates"]),), torch.nan)
+    return LogprobsTensors(ids, logprobs, selected_token_ranks=torch.empty(0, dtype=torch.int32))
+
+
+def _fill(part: _Part, logprobs: torch.Tensor) -> None:
+    """Write a part's rows of its request's answer from their log-softmax [n, V]."""
+    wanted = part.request.sampling_params.extra_args[_EXTRA]
+    num_rows = len(part.request.prompt_token_ids) - wanted["first"]
+    ids, values, _ = part.request.in_progress_prompt_logprobs_cpu[:3]
+    answer = columns(ids, values, num_rows, part.top_k, wanted["num_candidates"])
+    rows = slice(part.row, part.row + part.count)
+    answer.logprobs[rows] = logprobs.gather(1, answer.ids[rows, None].to(logprobs.device, torch.int64))[:, 0]
+    if part.top_k:
+        answer.top_logprobs[rows], answer.top_ids[rows] = top_k(logprobs, part.top_k)
+    if wanted["num_candidates"]:
+        table = _candidates(wanted, rows).to(logprobs.device, torch.int64)
+        answer.candidate_logprobs[rows] = logprobs.gather(1, table)
+
+
+def _candidates(wanted: dict[str, Any], rows: slice) -> torch.Tensor:
+    """The ids [n, C] that these rows are asked about."""
+    row_bytes = 4 * wanted["num_candidates"]
+    own = bytearray(memoryview(wanted["candidates"])[rows.start * row_bytes : rows.stop * row_bytes])
+    return torch.frombuffer(own, dtype=torch.int32).view(-1, wanted["num_candidates"])

@@ -1,8 +1,8 @@
 """A teacher on vLLM's AsyncLLM in this process, the engine core in one child process.
 
 The scored sequence goes in as a prompt with `prompt_logprobs`; one token is generated because vLLM generates at least
-one, and thrown away. Logprobs are raw (temperature 1) and come from a float32 head. The prefix cache is off, so that
-every row was computed for its own request.
+one, and thrown away. Logprobs are raw (temperature 1) and come from a float32 head. Sequences with the same beginning
+share its key-value blocks; every row served was computed for its own request (vllm_scheduler.py, vllm_rows.py).
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from services.teacher.vllm_arrays import PromptArrays
-
 _log = log.get(__name__)
+_KV_BLOCK = 32  # tokens, the least that vLLM's CPU attention takes; what is shared is a multiple of it
 _SHUTDOWN_TIMEOUT_S = 0.5  # then it is killed: a teacher has nothing to save
-_KV_BLOCK = 128  # tokens; vLLM's block size on CPU, more than on GPU
 
 
 class VllmScorer:
@@ -51,7 +49,6 @@ class VllmScorer:
         self._engine: AsyncLLM | None = None
         self._sockets = tempfile.TemporaryDirectory(prefix="opd-teacher-")  # vLLM leaves its own in there
         self._info: ScorerInfo | None = None
-        self._rows_only = False  # whether the engine computes the rows asked for alone
         self._request_ids = itertools.count()
 
     @property
@@ -77,7 +74,7 @@ class VllmScorer:
         except (RuntimeError, ValueError, OSError) as error:
             raise RunFailed(f"the engine did not start with {self._section.model}: {error}") from error
         await self._running.collective_rpc("opd_end_with", args=(os.getpid(),))
-        self._rows_only = all(await self._running.collective_rpc("opd_score_rows"))
+        await self._running.collective_rpc("opd_score_rows")
         import vllm
 
         config = self._running.model_config
@@ -88,7 +85,6 @@ class VllmScorer:
             vocab_size=vocab_size,
             max_model_len=self._max_model_len - 1,
             max_top_k=min(self._section.max_top_k, vocab_size),
-            serves_candidates=self._rows_only,
         )
         _log.info("engine_started", extra=log.fields(start_s=round(time.monotonic() - started, 1)))
 
@@ -101,6 +97,10 @@ class VllmScorer:
         from services.teacher.vllm_arrays import KeepTimestamps, keep_arrays
 
         section = self._section
+        eager = current_platform.is_cpu()  # a GPU replays CUDA graphs instead
+        if eager:
+            # What vLLM compiles in eager mode is a rank count that nobody reads; without it no C++ compiler is needed.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         arguments = AsyncEngineArgs(
             model=str(section.model),
             dtype=section.dtype,
@@ -111,8 +111,11 @@ class VllmScorer:
             kv_cache_memory_bytes=section.kv_cache_bytes,
             hf_overrides={"head_dtype": "float32"},
             logprobs_mode="raw_logprobs",
-            enforce_eager=True,
-            enable_prefix_caching=False,
+            enforce_eager=eager,
+            enable_prefix_caching=section.prefix_caching,
+            block_size=int(os.environ.get("H1BLOCK", _KV_BLOCK)),
+            scheduler_cls="services.teacher.vllm_scheduler.RowScheduler",
+            async_scheduling=False,  # RowScorer waits for each step's rows, and RowScheduler is not an AsyncScheduler
             enable_sleep_mode=current_platform.is_sleep_mode_available(),
             skip_tokenizer_init=True,
             generation_config="vllm",
@@ -133,47 +136,21 @@ class VllmScorer:
         top_k: int,
         candidate_ids: np.ndarray | None = None,
     ) -> SequenceScores:
-        if candidate_ids is not None and not self._rows_only:
-            raise ScoringError("candidate_ids are not served by this engine")
         first = 1 if prompt_len is None else prompt_len
-        num_rows, num_candidates = len(token_ids) - first, 0 if candidate_ids is None else candidate_ids.shape[1]
-        shape = (num_rows, 1 + top_k + num_candidates)
-        if num_rows == 0:
-            return _select_columns(np.empty(shape, np.int32), np.empty(shape, np.float32), top_k, candidate_ids)
-        arrays, queue_ms = await self._prompt_logprobs(token_ids, first, top_k, candidate_ids)
-        ids, logprobs = arrays.token_ids, arrays.logprobs
-        if not self._rows_only:
-            ids, logprobs = ids[first - 1 :], logprobs[first - 1 :]
-        if logprobs.shape != shape:
-            raise ScoringError(f"the engine returned rows of shape {logprobs.shape} where {shape} were asked for")
-        scores = _select_columns(ids, logprobs, top_k, candidate_ids)
-        scores.queue_ms = queue_ms
+        num_candidates = None if candidate_ids is None else candidate_ids.shape[1]
+        sizes = len(token_ids) - first, top_k, num_candidates
+        if first == len(token_ids):
+            return _scores(np.empty(0, np.int32), np.empty(0, np.float32), *sizes)
+        output = await self._run(token_ids, _scoring_params(first, top_k, candidate_ids))
+        arrays: Any = output.prompt_logprobs  # PromptArrays
+        if arrays is None:
+            raise ScoringError("the engine returned no logprobs")
+        scores = _scores(arrays.token_ids, arrays.logprobs, *sizes)
+        stamps: Any = output.metrics
+        scores.queue_ms = 1000 * (stamps.scheduled_ts - stamps.queued_ts)
+        scores.cached_tokens = output.num_cached_tokens or 0
         check_scores(token_ids, first, scores)
         return scores
-
-    async def _prompt_logprobs(
-        self, token_ids: list[int], first: int, top_k: int, candidate_ids: np.ndarray | None
-    ) -> tuple[PromptArrays, float]:
-        """The engine's rows, and the milliseconds that the request waited in its queue."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        from services.teacher.vllm_rows import extra_args
-
-        candidates = np.empty((0, 0), np.int32) if candidate_ids is None else candidate_ids
-        params = SamplingParams(
-            extra_args=extra_args(first, candidates.astype(np.int32).tobytes(), candidates.shape[1]),
-            max_tokens=1,
-            temperature=0.0,
-            detokenize=False,
-            prompt_logprobs=top_k,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        output = await self._run(token_ids, params)
-        if output.prompt_logprobs is None:
-            raise ScoringError("the engine returned no logprobs")
-        stamps: Any = output.metrics
-        return output.prompt_logprobs, 1000 * (stamps.scheduled_ts - stamps.queued_ts)  # type: ignore[return-value]
 
     async def generate(self, token_ids: list[int], max_tokens: int, stop_token_ids: list[int]) -> list[int]:
         from vllm import SamplingParams
@@ -243,22 +220,40 @@ class VllmScorer:
             gc.collect()  # it is part of a reference cycle, and its __del__ fails at interpreter exit
 
 
-def _select_columns(
-    token_ids: np.ndarray, logprobs: np.ndarray, top_k: int, candidate_ids: np.ndarray | None
-) -> SequenceScores:
-    """Scores from the engine's columns: the actual token, the top k most likely first (ties by id), the candidates."""
-    scores = SequenceScores(token_ids[:, 0].copy(), logprobs[:, 0].copy())
-    if top_k:
-        ids, values = token_ids[:, 1 : 1 + top_k].copy(), logprobs[:, 1 : 1 + top_k].copy()
-        unordered = np.flatnonzero((values[:, 1:] >= values[:, :-1]).any(axis=1))
-        if unordered.size:
-            order = np.lexsort((ids[unordered], -values[unordered]), axis=-1)
-            ids[unordered] = np.take_along_axis(ids[unordered], order, axis=1)
-            values[unordered] = np.take_along_axis(values[unordered], order, axis=1)
-        scores.top_ids, scores.top_logprobs = ids, values
-    if candidate_ids is not None:
-        scores.candidate_logprobs = logprobs[:, 1 + top_k :].copy()
-    return scores
+def _scoring_params(first: int, top_k: int, candidate_ids: np.ndarray | None) -> SamplingParams:
+    """What asks the engine for the rows from position `first` on."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from services.teacher.vllm_rows import extra_args
+
+    candidates = np.empty((0, 0), np.int32) if candidate_ids is None else candidate_ids
+    return SamplingParams(
+        extra_args=extra_args(first, candidates.astype(np.int32).tobytes(), candidates.shape[1]),
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,
+        prompt_logprobs=top_k,
+        skip_reading_prefix_cache=False,  # vLLM's default for prompt logprobs is to read nothing from the cache
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _scores(ids: np.ndarray, logprobs: np.ndarray, num_rows: int, k: int, num_candidates: int | None) -> SequenceScores:
+    """Scores as views of what the engine sent."""
+    from services.teacher.vllm_rows import columns
+
+    try:
+        found = columns(ids, logprobs, num_rows, k, num_candidates or 0)
+    except ValueError as error:
+        raise ScoringError(f"the engine returned {error}") from error
+    return SequenceScores(
+        token_ids=found.ids,
+        logprobs=found.logprobs,
+        top_ids=found.top_ids if k else None,
+        top_logprobs=found.top_logprobs if k else None,
+        candidate_logprobs=None if num_candidates is None else found.candidate_logprobs,
+    )
 
 
 def _set_environment(threads: int, sockets: str) -> None:
@@ -269,8 +264,8 @@ def _set_environment(threads: int, sockets: str) -> None:
         "OMP_NUM_THREADS": str(threads),
         # Threads that spin while they wait make engines many times slower once they outnumber the cores.
         "OMP_WAIT_POLICY": "PASSIVE",
-        # The only thing compiled in eager mode is a rank count that nobody reads; without it no C++ compiler is needed.
-        "TORCHDYNAMO_DISABLE": "1",
+        # V2 has no place for RowScorer (docs/decisions/0006-our-own-row-scorer-in-the-engine.md).
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -20,9 +20,8 @@ class WorkerExtension:
         """End this process when the teacher's process `pid` is gone, which vLLM's engine does not do by itself."""
         end_with(pid)
 
-    def opd_score_rows(self) -> bool:
-        """Let `RowScorer` compute prompt logprobs; False where the model runner has no such place (V2, on CUDA)."""
+    def opd_score_rows(self) -> None:
+        """Let `RowScorer` compute prompt logprobs."""
         if not hasattr(self.model_runner, "_get_prompt_logprobs_dict"):
-            return False
+            raise RuntimeError("a teacher needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0, or unset it")
         self.model_runner._get_prompt_logprobs_dict = RowScorer(self.model_runner).collect  # type: ignore[method-assign]
-        return True

@@ -16,7 +16,7 @@ class FakeScorer:
     """Scores `token` after `previous` with -(1 + (31·previous + token) mod 97 / 100), the likeliest first."""
 
     def __init__(self) -> None:
-        self.info = ScorerInfo("fake", "float32", VOCAB_SIZE, max_model_len=64, max_top_k=8, serves_candidates=False)
+        self.info = ScorerInfo("fake", "float32", VOCAB_SIZE, max_model_len=64, max_top_k=8)
         self.alive = True
         self.fault: str | None = None
         self.gate = asyncio.Event()
@@ -84,6 +84,8 @@ class FakeScorer:
         if top_k:
             ids = np.argsort(-table, axis=1, kind="stable")[:, :top_k]
             scores.top_ids, scores.top_logprobs = ids.astype(np.int32), np.take_along_axis(table, ids, axis=1)
+        if candidate_ids is not None:
+            scores.candidate_logprobs = np.take_along_axis(table, candidate_ids, axis=1)
         return scores
 
     async def _pass_gate(self) -> None:

@@ -117,7 +117,7 @@ async def test_messages_go_through_the_chat_template(client: httpx.AsyncClient) 
             "opd:malformed",
             "half a surrogate pair",
         ),
-        (BODY | {"candidate_ids": [[[1], [2]]]}, 422, "opd:invalid", "candidate_ids are not served by this engine"),
+        (BODY | {"candidate_ids": [[[1], [320]]]}, 422, "opd:invalid", "vocabulary"),
         ({"prompt": "", "completion": "x"}, 422, "opd:invalid", "prompt has no tokens"),
     ],
 )
@@ -270,7 +270,7 @@ async def test_info_names_model_and_limits(client: httpx.AsyncClient, service: T
     assert info["limits"] == {
         "max_model_len": 64, "max_top_k": 8, "max_body_bytes": 20_000, "max_sequences": 256,
         "max_candidates": 1024,
-        "max_queued_tokens": 100, "candidate_ids": False,
+        "max_queued_tokens": 100,
     }  # fmt: skip
 
 

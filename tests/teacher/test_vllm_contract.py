@@ -42,12 +42,43 @@ def test_the_model_runner_still_has_what_the_row_scorer_replaces_and_reads() -> 
     assert SamplingParams(extra_args={"a": b"b"}).extra_args == {"a": b"b"}
 
 
-def test_ties_are_ordered_by_id() -> None:
-    from services.teacher.vllm_scorer import _select_columns
+def test_the_scheduler_still_has_what_the_row_scheduler_replaces_and_calls() -> None:
+    import inspect
 
-    ids = np.array([[9, 4, 3, 8, 1], [9, 1, 2, 3, 4]], np.int32)
-    values = np.array([[-9, -1, -1, -2, -2], [-9, -1, -2, -3, -4]], np.float32)
-    scores = _select_columns(ids, values, 4, None)
-    assert scores.token_ids.tolist() == [9, 9]
-    assert scores.top_ids.tolist() == [[3, 4, 1, 8], [1, 2, 3, 4]]
-    assert scores.top_logprobs.tolist() == [[-1, -1, -2, -2], [-1, -2, -3, -4]]
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def parameters(method: object) -> list[str]:
+        return list(inspect.signature(method).parameters)
+
+    assert parameters(Scheduler._get_local_prefix_cache_hit) == ["self", "request"]
+    assert "self._get_local_prefix_cache_hit(request)" in inspect.getsource(Scheduler.schedule)
+    assert parameters(KVCacheManager.prefix_cache_lookup_enabled) == ["self", "request"]
+    assert parameters(KVCacheManager.create_kv_cache_blocks) == ["self", "blocks"]
+    lookup = KVCacheCoordinator.find_longest_cache_hit
+    assert parameters(lookup) == ["self", "block_hashes", "max_cache_hit_length"]
+    # vLLM's own lookup, of which ours differs in the length alone
+    assert "max_cache_hit_length = request.num_tokens - 1" in inspect.getsource(KVCacheManager.get_computed_blocks)
+
+
+def test_sampling_params_ask_for_rows_and_may_read_the_prefix_cache() -> None:
+    from services.teacher.vllm_rows import first_row
+    from services.teacher.vllm_scorer import _scoring_params
+
+    params = _scoring_params(7, 64, np.array([[3, 3], [1, 2]]))
+    assert (first_row(params), params.prompt_logprobs, params.max_tokens) == (7, 64, 1)
+    assert params.skip_reading_prefix_cache is False
+    assert params.extra_args["opd_rows"]["candidates"] == np.array([[3, 3], [1, 2]], np.int32).tobytes()
+    assert first_row(_scoring_params(1, 0, None)) == 1
+
+
+def test_the_v1_model_runner_can_still_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA vLLM takes V2 by itself, which has no place for the row scorer."""
+    from types import SimpleNamespace
+
+    from vllm.config import VllmConfig
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    config = SimpleNamespace(attention_config=SimpleNamespace(hisparse_config=None))
+    assert VllmConfig.use_v2_model_runner.fget(config) is False
