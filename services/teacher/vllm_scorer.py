@@ -113,7 +113,7 @@ class VllmScorer:
             logprobs_mode="raw_logprobs",
             enforce_eager=eager,
             enable_prefix_caching=section.prefix_caching,
-            block_size=int(os.environ.get("H1BLOCK", _KV_BLOCK)),
+            block_size=_KV_BLOCK,
             scheduler_cls="services.teacher.vllm_scheduler.RowScheduler",
             async_scheduling=False,  # RowScorer waits for each step's rows, and RowScheduler is not an AsyncScheduler
             enable_sleep_mode=current_platform.is_sleep_mode_available(),
@@ -229,7 +229,7 @@ def _scoring_params(first: int, top_k: int, candidate_ids: np.ndarray | None) ->
 
     candidates = np.empty((0, 0), np.int32) if candidate_ids is None else candidate_ids
     return SamplingParams(
-        extra_args=extra_args(first, candidates.astype(np.int32).tobytes(), candidates.shape[1]),
+        extra_args=extra_args(first, candidates.astype(np.int32, copy=False).tobytes(), candidates.shape[1]),
         max_tokens=1,
         temperature=0.0,
         detokenize=False,

@@ -63,7 +63,7 @@ def test_rows_are_the_same_for_all_steps_and_chunks(
     from services.teacher import vllm_rows
 
     vocab_size = 97
-    monkeypatch.setattr(vllm_rows, "MAX_CHUNK_BYTES", 4 * vocab_size * chunk_rows)
+    monkeypatch.setattr(vllm_rows, "CPU_CHUNK_BYTES", 4 * vocab_size * chunk_rows)
     runner, rng, wanted = Runner(vocab_size, 16), np.random.default_rng(1), {}
     for index, (length, first, k, num_candidates) in enumerate(
         [(40, 1, 5, 0), (64, 13, 0, 3), (65, 64, vocab_size, 2), (30, 14, 1, 0), (2, 1, 0, 0)]
