@@ -57,11 +57,6 @@ async def check_teachers(config: RolloutConfig, key: str | None) -> int:
 
 def _check_candidates(teacher: str, loss: str, top_k: int, limits: dict[str, Any]) -> None:
     """Raises ConfigError unless a teacher scores as many ids of the student's choice as the run asks for."""
-    if not limits["candidate_ids"]:
-        raise ConfigError(
-            f"teachers.{teacher}.loss {loss} needs the teacher's logprobs of ids that the student chooses, and the "
-            f"engine of teacher {teacher!r} does not score them: take a loss on its own top-k, or k2 or policy_gradient"
-        )
     if top_k > limits["max_candidates"]:
         raise ConfigError(
             f"rollout.top_k={top_k} is over the {limits['max_candidates']} ids a row that teacher {teacher!r} scores "

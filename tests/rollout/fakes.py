@@ -155,7 +155,7 @@ class FakeTeacher:
             "model": name,
             "tokenizer_hash": tokenizer_hash(student),
             "limits": {
-                "vocab_size": 320, "max_model_len": 64, "max_top_k": 16, "candidate_ids": True, "max_candidates": 8
+                "vocab_size": 320, "max_model_len": 64, "max_top_k": 16, "max_candidates": 8
             },
         }  # fmt: skip
 

@@ -42,23 +42,13 @@ async def test_a_gateway_that_is_not_there_is_named_sooner(tmp_path: Path, monke
         await check_teachers(make_config(tmp_path, gateway={"port": 1}), None)
 
 
-@pytest.mark.parametrize(
-    ("limits", "said"),
-    [
-        ({"candidate_ids": False}, "needs the teacher's logprobs of ids that the student chooses"),
-        ({"max_candidates": 2}, "rollout.top_k=3 is over the 2 ids a row"),
-    ],
-)
-async def test_a_teacher_that_cannot_score_the_students_candidates_is_named(
-    tmp_path: Path, limits: dict[str, object], said: str
-) -> None:
+async def test_a_teacher_that_cannot_score_the_students_candidates_is_named(tmp_path: Path) -> None:
     teacher = FakeTeacher("words", make_student(tmp_path / "student"))
-    teacher.info["limits"].update(limits)
+    teacher.info["limits"]["max_candidates"] = 2
     async with teacher.serve() as port:
         config = make_config(tmp_path, gateway={"port": port})
         assert await check_teachers(config, None) == 64  # forward_kl asks for no candidates
         objective = config.objectives["words"].model_copy(update={"loss": "reverse_kl"})
         config = config.model_copy(update={"objectives": {"words": objective}})
-        with pytest.raises(ConfigError, match=r"teachers\.words\.loss reverse_kl") as error:
+        with pytest.raises(ConfigError, match=r"is over the 2 ids a row that teacher .words. scores for .*reverse_kl"):
             await check_teachers(config, None)
-        assert said in str(error.value)
