@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -54,24 +54,24 @@ def create_app(
         alive = gateway.membership is not None and not gateway.membership.done()
         return JSONResponse({"status": "alive" if alive else "probes ended"}, 200 if alive else 503)
 
-    @app.get("/readyz")
+    @app.get("/readyz", responses=docs.UNREADY)
     async def readyz() -> JSONResponse:
         """Ready: every teacher has at least one replica that serves."""
         ready, reason = gateway.readiness()
         return JSONResponse({"ready": ready, "reason": reason}, 200 if ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(gateway.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/info")
+    @app.get("/info", responses=docs.INFO_RESPONSES)
     async def info(request: Request) -> dict[str, Any]:
         """All teachers, their replicas and states."""
         gateway.keys.identify(request.headers)
         return {"teachers": {name: pool.describe() for name, pool in gateway.pools.items()}}
 
-    @app.get("/info/{teacher}")
+    @app.get("/info/{teacher}", responses=docs.INFO_RESPONSES)
     async def teacher_info(teacher: str, request: Request) -> dict[str, Any]:
         """One teacher."""
         gateway.keys.identify(request.headers)

@@ -8,9 +8,21 @@ from __future__ import annotations
 from typing import Any
 
 _IDS = {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}}
+_FORMS = [{"required": ["token_ids"]}, {"required": ["prompt", "completion"]}, {"required": ["messages", "completion"]}]
+_MESSAGE: dict[str, Any] = {
+    "type": "object",
+    "required": ["role", "content"],
+    "additionalProperties": False,
+    "properties": {
+        "role": {"enum": ["system", "user", "assistant", "tool", "developer"]},
+        "content": {"type": "string"},
+    },
+}
 
 _REQUEST_SCHEMA: dict[str, Any] = {
     "type": "object",
+    "additionalProperties": False,
+    "oneOf": _FORMS,
     "properties": {
         "model": {"type": "string", "description": "Teacher name; the header x-teacher spares decoding the body"},
         "token_ids": _IDS | {"description": "Sequences of prompt + response"},
@@ -18,13 +30,14 @@ _REQUEST_SCHEMA: dict[str, Any] = {
         "top_k": {"type": "integer", "minimum": 0, "default": 0},
         "candidate_ids": {"type": "array", "items": _IDS},
         "prompt": {"type": "string"},
-        "messages": {"type": "array", "items": {"type": "object"}},
+        "messages": {"type": "array", "minItems": 1, "items": _MESSAGE},
         "completion": {"type": "string"},
         "logprobs_dtype": {"enum": ["float32", "float16"], "default": "float32"},
     },
 }
 _GENERATE_SCHEMA: dict[str, Any] = {
     "type": "object",
+    "additionalProperties": False,
     "required": ["token_ids", "max_tokens"],
     "properties": {
         "model": _REQUEST_SCHEMA["properties"]["model"],
@@ -35,8 +48,12 @@ _GENERATE_SCHEMA: dict[str, Any] = {
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 
-def _header(name: str, description: str) -> dict[str, Any]:
-    return {"name": name, "in": "header", "required": False, "schema": {"type": "string"}, "description": description}
+_SECONDS = {"type": "number", "exclusiveMinimum": 0}
+
+
+def _header(name: str, description: str, schema: dict[str, Any] | None = None) -> dict[str, Any]:
+    schema = schema or {"type": "string"}
+    return {"name": name, "in": "header", "required": False, "schema": schema, "description": description}
 
 
 def _operation(request: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +62,7 @@ def _operation(request: dict[str, Any]) -> dict[str, Any]:
             _header("x-teacher", "Teacher name; the body then passes through unread"),
             _header("x-num-tokens", "Tokens in the request, for balancing"),
             _header("x-prefix-key", "Names the prompt: requests with the same one go to one replica while it has room"),
-            _header("x-timeout-s", "Seconds that the answer may take, at most the gateway's own limit"),
+            _header("x-timeout-s", "Seconds that the answer may take, at most the gateway's own limit", _SECONDS),
             _header("x-request-id", "Shown in logs and passed on; made up when absent"),
         ],
         "requestBody": {
@@ -92,6 +109,9 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     (504, "Deadline exceeded"),
 )
 
+INFO_RESPONSES = _problems((401, "No or wrong key"), (404, "Unknown teacher"))
+UNREADY: dict[int | str, dict[str, Any]] = {503: {"description": "Not ready, and why"}}
+
 _URL = {"type": "string", "description": "http://HOST:PORT", "example": "http://10.0.0.5:8101"}
 _REGISTRATION_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -122,7 +142,7 @@ REGISTER_RESPONSES: dict[int | str, dict[str, Any]] = {
 WITHDRAW: dict[str, Any] = {
     "parameters": [
         {"name": "url", "in": "query", "required": True, "schema": _URL},
-        _header("x-timeout-s", "Seconds to wait for requests in flight; without it the answer comes at once"),
+        _header("x-timeout-s", "Seconds to wait for requests in flight; without it the answer comes at once", _SECONDS),
     ]
 }
 WITHDRAW_RESPONSES: dict[int | str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -63,19 +63,19 @@ def create_app(service: TeacherService, key: str | None, tracer: Tracer | None =
         alive = service.scorer.alive
         return JSONResponse({"status": "alive" if alive else "engine dead"}, 200 if alive else 503)
 
-    @app.get("/readyz")
+    @app.get("/readyz", responses=docs.UNREADY)
     async def readyz() -> JSONResponse:
         """Able to score: the canary sequence has its recorded logprobs."""
         ready, reason = service.readiness()
         return JSONResponse({"ready": ready, "reason": reason}, 200 if ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus metrics."""
         service.metrics.ready.set(service.readiness()[0])
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/info")
+    @app.get("/info", responses=docs.INFO_RESPONSES)
     async def info(request: Request) -> dict[str, Any]:
         """Model, fingerprint, vocabulary, limits."""
         http.authorize(request, key)

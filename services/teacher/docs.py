@@ -8,10 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}}
+_TIMEOUT = {"type": "number", "exclusiveMinimum": 0, "maximum": 3600}
 _BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+_FORMS = [{"required": ["token_ids"]}, {"required": ["prompt", "completion"]}, {"required": ["messages", "completion"]}]
+_MESSAGE: dict[str, Any] = {
+    "type": "object",
+    "required": ["role", "content"],
+    "additionalProperties": False,
+    "properties": {
+        "role": {"enum": ["system", "user", "assistant", "tool", "developer"]},
+        "content": {"type": "string"},
+    },
+}
 
 _REQUEST: dict[str, Any] = {
     "type": "object",
+    "oneOf": _FORMS,
     "additionalProperties": False,
     "properties": {
         "model": {"type": "string", "description": "This teacher's name; anything else is 404"},
@@ -24,7 +36,7 @@ _REQUEST: dict[str, Any] = {
             "description": "ids to score at each row, [R][C] per sequence; 422 where the engine cannot",
         },
         "prompt": {"type": "string"},
-        "messages": {"type": "array", "items": {"type": "object"}},
+        "messages": {"type": "array", "minItems": 1, "items": _MESSAGE},
         "completion": {"type": "string", "description": "The text to score after prompt or messages"},
         "logprobs_dtype": {"enum": ["float32", "float16"], "default": "float32"},
     },
@@ -42,7 +54,8 @@ _PROBLEM: dict[str, Any] = {
 _STATUSES = {
     400: "Malformed", 401: "No or wrong key", 404: "Another teacher's name", 413: "Too long or too large",
     415: "Neither JSON nor msgpack", 422: "A value that this teacher does not take", 429: "Full: Retry-After",
-    500: "The engine failed or answered NaN", 503: "Starting or engine dead", 504: "x-timeout-s has passed",
+    500: "The engine failed or answered NaN", 503: "Starting, asleep or not able: Retry-After",
+    504: "x-timeout-s has passed",
 }  # fmt: skip
 
 _GENERATE_REQUEST: dict[str, Any] = {
@@ -61,11 +74,11 @@ _GENERATE_REQUEST: dict[str, Any] = {
 def _operation(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "parameters": [
-            {"name": name, "in": "header", "schema": {"type": "string"}, "description": text}
-            for name, text in (
-                ("x-timeout-s", "Seconds that the client will wait"),
-                ("x-request-id", "Passed back; made up when absent"),
-                ("x-teacher", "Checked against this teacher's name"),
+            {"name": name, "in": "header", "schema": schema, "description": text}
+            for name, schema, text in (
+                ("x-timeout-s", _TIMEOUT, "Seconds that the client will wait"),
+                ("x-request-id", {"type": "string"}, "Passed back; made up when absent"),
+                ("x-teacher", {"type": "string"}, "Checked against this teacher's name"),
             )
         ],
         "requestBody": {
@@ -75,20 +88,21 @@ def _operation(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _problems(*statuses: tuple[int, str]) -> dict[int | str, dict[str, Any]]:
+    return {status: {"description": text, "content": _PROBLEM} for status, text in statuses}
+
+
 def _responses(good: str) -> dict[int | str, dict[str, Any]]:
-    return {200: {"description": good, "content": {"application/msgpack": _BINARY}}} | {
-        status: {"description": text, "content": _PROBLEM} for status, text in _STATUSES.items()
-    }
+    return {200: {"description": good, "content": {"application/msgpack": _BINARY}}} | _problems(*_STATUSES.items())
 
 
-REST_RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "content": _PROBLEM}
-    for status, text in (
-        (401, "No or wrong key"),
-        (500, "The engine failed"),
-        (503, "Starting, stopping, or awake without being able: Retry-After"),
-    )
-}
+REST_RESPONSES = _problems(
+    (401, "No or wrong key"),
+    (500, "The engine failed"),
+    (503, "Starting, stopping, or awake without being able: Retry-After"),
+)
+INFO_RESPONSES = _problems((401, "No or wrong key"), (503, "Starting: Retry-After"))
+UNREADY: dict[int | str, dict[str, Any]] = {503: {"description": "Not able to score, and why"}}
 LOGPROBS = _operation(_REQUEST)
 RESPONSES = _responses("Row t is log p(y_t | prompt, y_<t)")
 GENERATE = _operation(_GENERATE_REQUEST)
