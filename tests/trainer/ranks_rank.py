@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch.distributed as dist
 
+from services.trainer.checkpoint import Checkpoints, RunState
 from services.trainer.ranks import Ranks
 
 
@@ -23,7 +25,15 @@ def main(rank: int, port: str, file: Path) -> None:
         if rank == who:
             raise OSError(f"no room on {who}")
 
-    ranks = Ranks({"note": note, "fail": fail})
+    def save(folder: str) -> None:
+        """Rank 1 begins when rank 0 is done, and takes its time."""
+        while rank == 1 and not (Path(folder) / "rank-0").exists():
+            time.sleep(0.01)
+        for part in range(200 if rank else 1):
+            with (Path(folder) / f"rank-{rank}").open("a") as out:
+                out.write(f"{part}\n" * 1000)
+
+    ranks = Ranks({"note": note, "fail": fail, "save": save})
     if rank == 0:
         results = [ranks.call("note", [b"x" * 100_000, 7]), ranks.call("note"), ranks.call("note", [b"", "ü"])]
         assert results == [1, 2, 3]
@@ -34,6 +44,12 @@ def main(rank: int, port: str, file: Path) -> None:
             except OSError as error:
                 reasons.append(str(error))
         assert reasons == ["no room on 0", "rank 1: no room on 1"]
+        written = Checkpoints(file.parent, keep=1).write(
+            RunState(step=1), lambda folder: ranks.call("save", str(folder))
+        )
+        sizes = json.loads((written / "state.json").read_text())["files"]
+        assert sizes == {"rank-0": 2000, "rank-1": (written / "rank-1").stat().st_size}
+        assert (written / "rank-1").read_text().count("199\n") == 1000
         ranks.stop()
     else:
         ranks.follow()
