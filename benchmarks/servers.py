@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.teacher.vllm_scorer import engine_environment
+
 _START_S = 180.0
 _STOP_S = 20.0
 _POLL_S = 0.2
@@ -94,7 +96,7 @@ def vllm_serve(settings: EngineSettings, logs: Path) -> Iterator[Server]:
     for key, value in options.items():
         command += [f"--{key}", str(value)]
     command += ["--enforce-eager", "--enable-prefix-caching", "--disable-log-stats", "--disable-uvicorn-access-log"]
-    with _running("vllm-serve", command, port, "/health", logs, _vllm_environment(settings.threads)) as server:
+    with _running("vllm-serve", command, port, "/health", logs, engine_environment(settings.threads)) as server:
         yield server
 
 
@@ -117,19 +119,6 @@ def vllm_router(python: Path, worker_url: str, logs: Path) -> Iterator[Server]:
     command += ["--worker-urls", worker_url, "--prometheus-port", str(free_port())]
     with _running("vllm-router", command, port, "/health", logs) as server:
         yield server
-
-
-def _vllm_environment(threads: int) -> dict[str, str]:
-    """What services/teacher/vllm_scorer.py sets for our own engine."""
-    return {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
 
 
 @contextlib.contextmanager
