@@ -60,11 +60,13 @@ def missed(lines: Iterable[Line]) -> list[Line]:
     return [line for line in lines if line.verdict == "MISS"]
 
 
-def write(path: Path, lines: Iterable[Line], settings: dict[str, Any], notes: list[str]) -> None:
+def write(
+    path: Path, lines: Iterable[Line], settings: dict[str, Any], machine: dict[str, Any], notes: list[str]
+) -> None:
     """The whole run as JSON."""
     document = {
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
+        "machine": machine,
         "settings": settings,
         "notes": notes,
         "lines": [asdict(line) | {"verdict": line.verdict} for line in lines],
@@ -74,13 +76,13 @@ def write(path: Path, lines: Iterable[Line], settings: dict[str, Any], notes: li
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on: the processor, its cores, and how busy they were with something else."""
+    """What the numbers depend on: the processor, its cores, and how busy they are before anything is measured."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [text.partition(":")[2].strip() for text in cpuinfo.read_text().splitlines() if "model name" in text]
         model = names[0] if names else model
-    return {"cpu": model, "cores": os.cpu_count(), "load_1min": round(os.getloadavg()[0], 2)}
+    return {"cpu": model, "cores": os.cpu_count(), "load_before": round(os.getloadavg()[0], 2)}
 
 
 def _number(value: float) -> str:

@@ -24,6 +24,8 @@ from shared.errors import run_main
 SECTIONS = ("serve", "gateway", "router", "smollm2")
 _FOLDER = Path("runs/bench")
 _SMOLLM2 = Path("models/smollm2-135m")
+_IDLE_LOAD = 0.5
+_BUSY = "The machine was busy before anything was measured (load {load_before} on {cores} cores): ratios suffer."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -34,13 +36,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end with their contexts
     settings = EngineSettings(model=bench_model(_FOLDER / "model"), threads=len(os.sched_getaffinity(0)))
     lines: list[Line] = []
-    notes: list[str] = []
+    machine = report.machine()
+    notes = [_BUSY.format(**machine)] if machine["load_before"] > _IDLE_LOAD else []
     for section in sections:
         print(f"measuring: {section}", file=sys.stderr, flush=True)
         found, remarks = _measure(section, settings)
         lines += found
         notes += remarks
-    report.write(_FOLDER / "scoring.json", lines, asdict(settings) | {"model": str(settings.model)}, notes)
+    report.write(_FOLDER / "scoring.json", lines, asdict(settings) | {"model": str(settings.model)}, machine, notes)
     print(report.table(lines))
     for note in notes:
         print(note)
