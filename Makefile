@@ -42,7 +42,7 @@ lint: $(STAMP) ## style, import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-bench: bench-scoring ## all measurements against their targets; docs/benchmarks.md has what they gave
+bench: bench-loss bench-scoring ## all measurements against their targets; docs/benchmarks.md has what they gave
 
 bench-scoring: $(STAMP) ## teacher and gateway beside vllm serve, ten minutes on two idle cores
 	$(BIN)/opd fetch smollm2-135m
