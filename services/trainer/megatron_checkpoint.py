@@ -22,7 +22,7 @@ from services.trainer.megatron_cpu import megatron_device
 from services.trainer.megatron_model import PolicyModel
 from shared.errors import ConfigError
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save_rank_state(model: PolicyModel, path: Path) -> None:
@@ -74,7 +74,7 @@ def rank_state(model: PolicyModel) -> tuple[dict[str, torch.Tensor], dict[str, A
         "format": FORMAT,
         "num_updates": model.num_updates,
         "layout": model.layout,
-        "dtype": str(model.bridge.dtype),
+        "dtype": str(model.dtype),
         "groups": groups,
     }
     return tensors, meta
@@ -88,7 +88,7 @@ def restore_rank_state(
     Raises:
         ConfigError: the state is of another format, split, dtype or model.
     """
-    expected = {"format": FORMAT, "layout": model.layout, "dtype": str(model.bridge.dtype)}
+    expected = {"format": FORMAT, "layout": model.layout, "dtype": str(model.dtype)}
     for key, value in expected.items():
         if meta.get(key) != value:
             raise ConfigError(f"checkpoint {where} has {key} {meta.get(key)}, this run {value}")

@@ -1,6 +1,6 @@
 """Megatron-core on a machine without CUDA.
 
-Megatron asks for CUDA in three ways: through `torch.cuda.current_device/set_device/synchronize`, through
+Megatron asks for CUDA in three ways: through functions of `torch.cuda` (device, streams, random state), through
 `device="cuda"` and `.cuda()`, and by comparing `Tensor.type()` with "torch.cuda.*". Inside `megatron_device()` all
 three answer for the CPU; with CUDA present it does nothing.
 """
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -38,7 +40,17 @@ def megatron_device() -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.multiple(torch.cuda, current_device=_cpu, set_device=_nothing, synchronize=_nothing),
+        mock.patch.multiple(
+            torch.cuda,
+            current_device=_cpu,
+            set_device=_nothing,
+            synchronize=_nothing,
+            Stream=_NoStream,
+            current_stream=_NoStream,
+            stream=nullcontext,
+        ),
+        mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numpy_if_asked),
+        mock.patch.multiple(random, _get_cuda_rng_state=_no_rng_state, _set_cuda_rng_state=_nothing),
         _CudaMeansCpu(),
     ):
         yield
@@ -50,6 +62,29 @@ def _cpu() -> torch.device:
 
 def _nothing(*_: Any, **__: Any) -> None:
     return None
+
+
+def _no_rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    """Recomputation saves the device's random state; nothing here is random on the way."""
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _as_numpy_if_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """The dispatcher of tokens to experts wants its sizes as numpy; Megatron's own function minds only CUDA tensors."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+class _NoStream:
+    """A stream of a device that has none: everything is done in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> _NoStream:
+        return self
 
 
 class _CudaMeansCpu(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""From Megatron's parameters back to Hugging Face tensors and folders."""
+"""A folder that plain transformers loads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import torch
-from mbridge.core.bridge import Bridge
 from safetensors.torch import save_file
 
 SIDE_FILES = (
@@ -26,19 +25,6 @@ SIDE_FILES = (
 """Files of a model folder, beside config and weights, that a student's export takes over."""
 
 
-def hf_tensors(bridge: Bridge, gpt: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """All tensors by Hugging Face name, gathered over TP and PP, copied to the CPU.
-
-    A tied embedding is there once, under its embedding's name.
-    """
-    parts = bridge.export_weights([gpt]) if bridge.mpu.pp_size > 1 or bridge.mpu.tp_size > 1 else _local(bridge, gpt)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in parts:
-        if name not in tensors:
-            tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
-    return list(tensors.items())
-
-
 def write_hf_folder(path: Path, source: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Weights, the source's configuration with the tensors' dtype, and its tokenizer; all files mode 0644."""
     path.mkdir(parents=True, exist_ok=True)
@@ -52,12 +38,3 @@ def write_hf_folder(path: Path, source: Path, tensors: dict[str, torch.Tensor]) 
             shutil.copyfile(source / name, path / name)
     for file in path.iterdir():
         os.chmod(file, 0o644)
-
-
-def _local(bridge: Bridge, gpt: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The single-rank case without a collective per tensor."""
-    names = bridge._weight_name_mapping_mcore_local_to_global(gpt)
-    pairs: list[tuple[str, torch.Tensor]] = []
-    for local, parameter in gpt.named_parameters():
-        pairs.extend(zip(*bridge._weight_to_hf_format(names[local], parameter.detach())))
-    return pairs

@@ -11,17 +11,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from mbridge.core.bridge import Bridge
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
+from transformers import PretrainedConfig
+
+from services.trainer.megatron_families import num_experts, rope_args
+from services.trainer.split import context_positions
 
 LONGEST_WRITTEN_OUT = 1024
 """Sequences up to this length get their scores as one array; beyond it memory decides for the flash kernel."""
@@ -32,7 +37,8 @@ class PackedLayout(PackedSeqParams):
     """Where the sequences of a packed row lie, for `PackedAttention`.
 
     Attributes:
-        groups: per group of sequences of similar length [B, S] int64 positions in the row.
+        groups: per group of sequences of similar length [B, S] int64 positions in the row; with context parallelism
+            in the row that the ranks' tokens make one behind the other.
         restore: [T] int64 where each position's output lies in the groups' outputs one behind the other; None when
             one group in packed order is the whole row.
     """
@@ -41,8 +47,8 @@ class PackedLayout(PackedSeqParams):
     restore: torch.Tensor | None = None
 
 
-def packed_params(cu_seqlens: torch.Tensor, *, cuda: bool) -> PackedSeqParams:
-    """What the attention needs to know of borders `cu_seqlens` [B + 1]."""
+def packed_params(cu_seqlens: torch.Tensor, *, cp: int, cuda: bool) -> PackedSeqParams:
+    """What the attention needs to know of borders `cu_seqlens` [B + 1] of the whole row, over `cp` ranks."""
     lengths = cu_seqlens.diff().long()
     longest = int(lengths.max())
     if cuda:
@@ -60,6 +66,11 @@ def packed_params(cu_seqlens: torch.Tensor, *, cuda: bool) -> PackedSeqParams:
         groups.append(index)
         offset += index.numel()
     whole = torch.arange(len(restore))
+    if cp > 1:
+        order = context_positions(cu_seqlens, cp).flatten()
+        place = torch.empty_like(order)
+        place[order] = whole
+        groups, restore = [place[index] for index in groups], restore[order]
     in_order = len(groups) == 1 and torch.equal(groups[0].flatten(), whole)
     return PackedLayout(
         qkv_format="sbhd",
@@ -102,6 +113,28 @@ class PackedAttention(MegatronModule):
         **_: Any,
     ) -> torch.Tensor:
         """[T, 1, heads, d] queries and [T, 1, groups, d] keys and values to [T, 1, heads * d]."""
+        cp = self.config.context_parallel_size
+        if cp > 1:
+            query, key, value = (self._tokens_for_heads(x, cp) for x in (query, key, value))
+            output = self._attend_groups(query, key, value, packed_seq_params)
+            return self._heads_for_tokens(output, cp)
+        return self._attend_groups(query, key, value, packed_seq_params)
+
+    def _tokens_for_heads(self, x: torch.Tensor, cp: int) -> torch.Tensor:
+        """[T / cp, 1, heads, d] to [T, 1, heads / cp, d]: the other ranks' tokens for the other ranks' heads."""
+        t, _, heads, d = x.shape
+        blocks = x.reshape(t, cp, heads // cp, d).transpose(0, 1)
+        return all_to_all(parallel_state.get_context_parallel_group(), blocks).reshape(t * cp, 1, heads // cp, d)
+
+    def _heads_for_tokens(self, x: torch.Tensor, cp: int) -> torch.Tensor:
+        """[T, 1, heads / cp * d] back to [T / cp, 1, heads * d]."""
+        blocks = x.reshape(cp, len(x) // cp, -1)
+        heads = all_to_all(parallel_state.get_context_parallel_group(), blocks)
+        return heads.transpose(0, 1).reshape(len(x) // cp, 1, -1)
+
+    def _attend_groups(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: PackedLayout
+    ) -> torch.Tensor:
         if len(packed_seq_params.groups) == 1 and packed_seq_params.restore is None:
             output = self._attend(query, key, value, packed_seq_params.groups[0].shape)
             return output.unsqueeze(1)
@@ -151,38 +184,49 @@ class PackedGPT(GPTModel):
 
     def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
         out = list(super()._preprocess(input_ids, position_ids, *args, **kwargs))
-        out[1] = out[1][position_ids[0]]
+        packed = kwargs["packed_seq_params"]
+        if packed.qkv_format == "sbhd":  # Transformer Engine's path finds the positions by the borders
+            out[1] = self.rotary_pos_emb(packed.max_seqlen_q, packed_seq=True)[position_ids[0]]
         return tuple(out)
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.post_process:
+            if self.config.sequence_parallel:  # a rank's rows may be anywhere: gather before the choice, not after it
+                hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
             hidden_states = hidden_states[self._rows]
         return super()._postprocess(hidden_states, *args, **kwargs)
 
 
-def build_gpt(bridge: Bridge, *, pre_process: bool, post_process: bool, cuda: bool) -> PackedGPT:
+def build_gpt(config: TransformerConfig, hf_config: PretrainedConfig, *, cuda: bool) -> PackedGPT:
     """The module of this pipeline stage, with random weights.
 
     Initialising is not wasted: Megatron marks the parameters that TP splits while it does so.
     """
-    args = bridge._get_gptmodel_args()
-    multiple = bridge.make_vocab_size_divisible_by
-    bridge.vocab_size = args["vocab_size"]
-    bridge.padded_vocab_size = -(-bridge.vocab_size // multiple) * multiple
-    args["vocab_size"] = bridge.padded_vocab_size
-    return PackedGPT(
-        config=bridge.config,
-        transformer_layer_spec=_layer_spec(bridge.config, cuda=cuda),
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=bridge.hf_config.tie_word_embeddings,
-        **args,
+    tp = config.tensor_model_parallel_size
+    multiple = 128 * tp if cuda else tp
+    gpt = PackedGPT(
+        config=config,
+        transformer_layer_spec=_layer_spec(config, num_experts(hf_config) or None, cuda=cuda),
+        vocab_size=-(-hf_config.vocab_size // multiple) * multiple,
+        max_sequence_length=hf_config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+        **rope_args(hf_config),
     )
+    if gpt.post_process and config.sequence_parallel:
+        gpt.output_layer.sequence_parallel = False  # see PackedGPT._postprocess
+        gpt.output_layer.allreduce_dgrad = True
+    return gpt
 
 
-def _layer_spec(config: TransformerConfig, *, cuda: bool) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, experts: int | None, *, cuda: bool) -> ModuleSpec:
     if cuda:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+        )
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     return spec

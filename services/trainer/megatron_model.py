@@ -12,8 +12,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from mbridge.core.bridge import Bridge
-from megatron.core import parallel_state
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -29,13 +28,17 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import PretrainedConfig
 
 from services.trainer import megatron_parallel as ranks
 from services.trainer.batch import Microbatch, scoring_microbatch
-from services.trainer.megatron_bridge import make_bridge, read_hf_config
 from services.trainer.megatron_cpu import keep_freed_memory, megatron_device
-from services.trainer.megatron_export import hf_tensors, write_hf_folder
+from services.trainer.megatron_export import write_hf_folder
+from services.trainer.megatron_families import read_hf_config, transformer_config
 from services.trainer.megatron_gpt import build_gpt, packed_params
+from services.trainer.megatron_weights import Weights
+from services.trainer.split import Split, data_share, rank_part
 from services.trainer.vocab_parallel import VocabShard, support_logprobs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -108,20 +111,24 @@ class PolicyModel:
     def __init__(
         self,
         model_path: Path,
-        bridge: Bridge,
+        hf_config: PretrainedConfig,
+        split: Split,
         module: DistributedDataParallel,
+        weights: Weights,
         optimizer: MegatronOptimizer,
         settings: OptimizerSettings,
     ) -> None:
         """Use `build`."""
         self.model_path = model_path
-        self.bridge = bridge
+        self.split = split
         self.module = module
+        self.weights = weights
         self.optimizer = optimizer
         self.settings = settings
         self.num_updates = 0
         self.layout = ranks.layout()
-        self.vocab_size: int = bridge.hf_config.vocab_size
+        self.vocab_size: int = hf_config.vocab_size
+        self.dtype: torch.dtype = module.config.params_dtype
 
     @classmethod
     def build(
@@ -129,40 +136,32 @@ class PolicyModel:
         model_path: Path,
         *,
         dtype: Literal["float32", "bfloat16"],
-        tp: int,
-        pp: int,
+        split: Split,
         optim: OptimizerSettings,
         seed: int,
+        recompute: bool = False,
     ) -> PolicyModel:
         """Start the process groups, load the weights and make the optimizer.
 
         Raises:
             ConfigError: the folder or the split over ranks is not one that can be trained.
         """
-        config = read_hf_config(model_path)
+        hf_config = read_hf_config(model_path)
         cuda = torch.cuda.is_available()
         keep_freed_memory()
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         with megatron_device(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="megatron|mbridge")
-            ranks.initialise(tp, pp, seed)
-            bridge = make_bridge(config, dtype=DTYPES[dtype], tp=tp, cuda=cuda)
-            gpt = build_gpt(
-                bridge,
-                pre_process=parallel_state.is_pipeline_first_stage(),
-                post_process=parallel_state.is_pipeline_last_stage(),
-                cuda=cuda,
-            )
+            warnings.filterwarnings("ignore", module="megatron")
+            config = transformer_config(hf_config, split, dtype=DTYPES[dtype], cuda=cuda, recompute=recompute)
+            ranks.initialise(split, seed)
+            gpt = build_gpt(config, hf_config, cuda=cuda)
             for parameter in gpt.parameters():
                 set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-            with torch.no_grad():
-                bridge.load_weights([gpt], str(model_path))
-            inner = Float16Module(bridge.config, gpt) if dtype == "bfloat16" else gpt
-            ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-            module = _Replica(bridge.config, ddp, inner)
-            bridge.config.finalize_model_grads_func = finalize_model_grads
+            weights = Weights(gpt, hf_config)
+            weights.load(model_path)
+            module = _replicate(config, gpt)
             optimizer = _make_optimizer(module, optim, DTYPES[dtype])
-        return cls(model_path, bridge, module, optimizer, optim)
+        return cls(model_path, hf_config, split, module, weights, optimizer, optim)
 
     def train_step(self, microbatches: Sequence[Microbatch], loss_fn: LossFunction) -> StepResult:
         """One optimizer step on the micro-batches of the global batch, the same list on every rank.
@@ -170,7 +169,7 @@ class PolicyModel:
         Each data-parallel rank works through its share. The gradient is that of the token mean over the global batch,
         however it was cut into micro-batches and ranks.
         """
-        share = list(microbatches[self.layout["dp_rank"] :: self.layout["dp"]]) or [microbatches[0].without_rows()]
+        share = data_share(microbatches, self.split, self.layout["dp_rank"])
         with megatron_device():
             self.module.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -189,17 +188,20 @@ class PolicyModel:
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """[S - 1] float32: logprob of every token but the first, given those before it."""
+        batch = scoring_microbatch(token_ids)
         with megatron_device(), torch.no_grad():
-            outputs = self._run([scoring_microbatch(token_ids)], _target_logprobs, forward_only=True)
+            outputs = self._run([batch], _target_logprobs, forward_only=True)
             device = next(self.module.parameters()).device
-            result = outputs[0] if outputs else torch.zeros(len(token_ids) - 1, dtype=torch.float64, device=device)
-            return ranks.from_last_stage(result).float().cpu().numpy()
+            result = torch.zeros(len(token_ids) - 1, dtype=torch.float64, device=device)
+            if outputs:
+                result[rank_part(batch, self.split, self.layout["cp_rank"])[1].to(device)] = outputs[0]
+            result = ranks.sum_over_context_parallel(ranks.from_last_stage(result))
+        return result.float().cpu().numpy()
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face names and copies of the tensors, on the CPU, on every rank (all ranks must call it)."""
+        """Hugging Face names and copies of the tensors on rank 0's CPU; nothing on other ranks, but all must call it."""
         with megatron_device(), torch.no_grad():
-            tensors = hf_tensors(self.bridge, self.gpt)
-        return iter(tensors)
+            yield from self.weights.export()
 
     def save_hf(self, path: Path) -> None:
         """A folder that plain transformers loads; rank 0 writes, all ranks must call it."""
@@ -223,11 +225,11 @@ class PolicyModel:
         device = next(self.module.parameters()).device
 
         def forward_step(batches: Iterator[Microbatch], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            batch = next(batches)
+            batch = rank_part(next(batches), self.split, self.layout["cp_rank"])[0]
             logits = module(
                 batch.tokens.to(device),
                 batch.position_ids.to(device),
-                packed_seq_params=packed_params(batch.cu_seqlens, cuda=device.type == "cuda"),
+                packed_seq_params=packed_params(batch.cu_seqlens, cp=self.split.cp, cuda=device.type == "cuda"),
                 rows=batch.rows.to(device),
                 **({"fp32_output": False} if half else {}),
             )
@@ -242,7 +244,7 @@ class PolicyModel:
             seq_length=max(m.num_tokens for m in microbatches),
             micro_batch_size=1,
             forward_only=forward_only,
-            force_all_reduce=self.layout["dp"] == 1,  # free for one rank, where gloo's reduce-scatter copies
+            force_all_reduce=self.layout["dp"] * self.layout["cp"] == 1,  # free for one rank, where gloo's reduce-scatter copies
         )
 
     def _consume(self, consume: Callable[..., Any], batch: Microbatch, output: torch.Tensor) -> Any:
@@ -279,8 +281,20 @@ class _Replica(DistributedDataParallel):
     """Megatron's data-parallel wrapper, which gathers updated weights only where there is somebody to gather from."""
 
     def start_param_sync(self, *args: Any, **kwargs: Any) -> None:
-        if parallel_state.get_data_parallel_world_size() > 1:
+        if dist.get_world_size() > 1:
             super().start_param_sync(*args, **kwargs)
+
+
+def _replicate(config: TransformerConfig, gpt: torch.nn.Module) -> DistributedDataParallel:
+    """The model in its wrappers. With several ranks gradients are reduced while the backward pass still runs."""
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=dist.get_world_size() > 1
+    )
+    module = _Replica(config, ddp, Float16Module(config, gpt) if config.bf16 else gpt)
+    config.finalize_model_grads_func = finalize_model_grads
+    if ddp.overlap_grad_reduce:
+        config.no_sync_func = module.no_sync
+    return module
 
 
 def _make_optimizer(

@@ -22,6 +22,7 @@ from services.trainer.batch import Microbatch, pack
 from services.trainer.loss import DistillationLoss
 from services.trainer.megatron_checkpoint import load_rank_state, save_rank_state
 from services.trainer.megatron_model import OptimizerSettings, PolicyModel
+from services.trainer.split import Split
 from shared.errors import ConfigError
 from tests.conftest import REPO, free_port
 from tests.trainer.tiny_models import VOCAB, reference_logprobs, save_tiny
@@ -29,7 +30,13 @@ from tests.trainer.training_samples import make_samples
 
 pytestmark = pytest.mark.engine
 
-MODELS = {"llama": ("llama", True), "qwen3": ("qwen3", False), "llama-untied": ("llama", False)}
+MODELS = {
+    "llama": ("llama", True),
+    "llama-untied": ("llama", False),
+    "qwen2": ("qwen2", True),
+    "qwen3": ("qwen3", False),
+    "qwen3_moe": ("qwen3_moe", False),
+}
 SETTINGS = OptimizerSettings(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=1.0, warmup_steps=2)
 LOSS = DistillationLoss(["a", "b"])
 
@@ -49,7 +56,7 @@ def two_threads() -> Iterator[None]:
 
 
 def build(folder: Path, dtype: str = "float32", **changes: Any) -> PolicyModel:
-    return PolicyModel.build(folder, dtype=dtype, tp=1, pp=1, optim=replace(SETTINGS, **changes), seed=0)
+    return PolicyModel.build(folder, dtype=dtype, split=Split(), optim=replace(SETTINGS, **changes), seed=0)
 
 
 def gradients(model: PolicyModel, batches: list[Microbatch]) -> tuple[float, dict[str, torch.Tensor]]:

@@ -11,9 +11,17 @@ import transformers
 VOCAB = 259
 """Odd, so that two ranks need padding."""
 
+_MODELS: dict[str, tuple[type[transformers.PretrainedConfig], type[transformers.PreTrainedModel]]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+
 
 def save_tiny(folder: Path, family: str, *, tied: bool, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """A three-layer model with grouped queries and weights large enough for logits that differ by several nats."""
+    """A four-layer model with grouped queries and weights large enough for logits that differ by several nats."""
     shape = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -26,16 +34,17 @@ def save_tiny(folder: Path, family: str, *, tied: bool, dtype: torch.dtype = tor
         "tie_word_embeddings": tied,
         "initializer_range": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
+        **(_EXPERTS if family == "qwen3_moe" else {}),
         **changes,
     }
     torch.manual_seed(0)
-    if family == "llama":
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
-    else:
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
+    make_config, make_model = _MODELS[family]
+    model = make_model(make_config(**shape))
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
     model.to(dtype).save_pretrained(folder)
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     return folder
