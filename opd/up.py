@@ -86,7 +86,7 @@ def _services(config: RunConfig, parts: dict[str, Path]) -> list[Process]:
         for replica in range(len(teacher.ports))
     ]
     trainer = process("trainer", "services.trainer")
-    ranks = config.trainer.tensor_parallel * config.trainer.pipeline_parallel
+    ranks = config.trainer.num_ranks
     if ranks > 1:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         trainer.argv = [*torchrun, *trainer.argv[1:]]

@@ -219,6 +219,10 @@ class TrainerSection(Section):
     `reward_coefficient` above 0 adds the task reward's policy gradient to every teacher's loss; its advantage is the
     reward minus the mean over the prompt's n completions. `clip_range` and `max_importance_weight` bound that policy
     gradient and the loss of the same name.
+
+    There are tensor x pipeline x context x data ranks; `expert_parallel` spreads a layer's experts over those of them
+    that have the same layers. `recompute` keeps only every layer's input for the backward pass: less memory, a third
+    more computing.
     """
 
     host: str = "127.0.0.1"
@@ -236,6 +240,10 @@ class TrainerSection(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     tensor_parallel: Positive = 1
     pipeline_parallel: Positive = 1
+    context_parallel: Positive = 1
+    data_parallel: Positive = 1
+    expert_parallel: Positive = 1
+    recompute: bool = False
     checkpoint_every: Positive = 10
     keep_checkpoints: Positive = 2
     keep_weights: Annotated[int, Field(ge=2)] = 3
@@ -243,6 +251,21 @@ class TrainerSection(Section):
     max_skipped_steps: Positive = 5
     data_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     threads: Positive = 2
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the trainer consists of."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> TrainerSection:
+        ranks = self.num_ranks // self.pipeline_parallel
+        if ranks % self.expert_parallel:
+            raise ValueError(
+                f"trainer.expert_parallel={self.expert_parallel} must divide the {ranks} ranks of "
+                "tensor_parallel x context_parallel x data_parallel, over which experts are spread"
+            )
+        return self
 
 
 class EvalSection(Section):

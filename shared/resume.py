@@ -21,6 +21,7 @@ _MAY_CHANGE = {
         *("max_bad_trajectories", "max_skipped_steps"),
         # the optimizer's: a lower rate is what one tries after steps whose gradient was not finite
         *("lr", "betas.*", "eps", "weight_decay", "grad_clip", "warmup_steps"),
+        "recompute",
         "*_parallel",  # a checkpoint that cannot be read with another split says so itself
     ),
     "eval": ("*",),

@@ -25,7 +25,9 @@ def main() -> None:
     config = load()
     # OpenMP reads it when torch is imported: threads that wait must not spin on cores that other services need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    warnings.filterwarnings("ignore", module="megatron|mbridge|torch")
+    # One queue to the GPU keeps the order in which Megatron overlaps communication with computing.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    warnings.filterwarnings("ignore", module="megatron|torch")
     rank = int(os.environ.get("RANK", "0"))
     log.configure(f"trainer/{rank}" if rank else "trainer")
     check_model_folder(config.student.model, setting="student.model")

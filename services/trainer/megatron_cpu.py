@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -49,6 +49,7 @@ def megatron_device() -> Iterator[None]:
             current_stream=_NoStream,
             stream=nullcontext,
         ),
+        mock.patch.object(moe_utils, "te_general_gemm", None, create=True),  # 0.16.1 forgets it without the engine
         mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numpy_if_asked),
         mock.patch.multiple(random, _get_cuda_rng_state=_no_rng_state, _set_cuda_rng_state=_nothing),
         _CudaMeansCpu(),

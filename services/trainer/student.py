@@ -15,6 +15,7 @@ from services.trainer.intake import samples_of
 from services.trainer.loss import DistillationLoss
 from services.trainer.megatron_checkpoint import load_rank_state, save_rank_state
 from services.trainer.megatron_model import OptimizerSettings, PolicyModel
+from services.trainer.split import Split
 from shared.model_folder import check_model_folder
 from shared.trajectory import decode
 from shared.weights import Manifest, TensorBytes, write_push
@@ -31,8 +32,13 @@ class Student:
         self.model = PolicyModel.build(
             config.student.model,
             dtype=config.student.dtype,
-            tp=settings.tensor_parallel,
-            pp=settings.pipeline_parallel,
+            split=Split(
+                tp=settings.tensor_parallel,
+                pp=settings.pipeline_parallel,
+                cp=settings.context_parallel,
+                dp=settings.data_parallel,
+                ep=settings.expert_parallel,
+            ),
             optim=OptimizerSettings(
                 lr=settings.lr,
                 betas=settings.betas,
@@ -42,6 +48,7 @@ class Student:
                 warmup_steps=settings.warmup_steps,
             ),
             seed=config.run.seed,
+            recompute=settings.recompute,
         )
         self.teachers = sorted(config.teachers)
         self._loss = DistillationLoss(

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +20,6 @@ from services.trainer.megatron_checkpoint import load_rank_state, save_rank_stat
 from services.trainer.megatron_model import OptimizerSettings, PolicyModel
 from services.trainer.split import Split
 from shared.errors import ConfigError
-from tests.conftest import REPO, free_port
 from tests.trainer.tiny_models import VOCAB, reference_logprobs, save_tiny
 from tests.trainer.training_samples import make_samples
 
@@ -234,43 +229,3 @@ def test_training_lowers_the_loss_in_bfloat16_as_in_float32(folders: dict[str, P
         curves[dtype] = [model.train_step(batches, LOSS).metrics["a/loss"] for _ in range(8)]
     assert curves["float32"][-1] < 0.8 * curves["float32"][0]
     np.testing.assert_allclose(curves["bfloat16"], curves["float32"], rtol=0.05)
-
-
-def launch(folder: Path, tp: int, pp: int, dp: int, out: Path) -> dict[str, Any]:
-    """Train two steps on tp * pp * dp real ranks; the report of rank 0."""
-    world, port = tp * pp * dp, str(free_port())
-    base = {
-        **os.environ,
-        "PYTHONPATH": f"{REPO}:{REPO / 'tests'}",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": str(world),
-    }
-    argv = [sys.executable, "-W", "ignore", str(REPO / "tests" / "trainer" / "train_rank.py"), str(folder)]
-    ranks = [
-        subprocess.Popen([*argv, str(tp), str(pp), str(out), "2"], env={**base, "RANK": str(r), "LOCAL_RANK": str(r)})
-        for r in range(world)
-    ]
-    assert [rank.wait(120) for rank in ranks] == [0] * world
-    return json.loads(out.with_suffix(".json").read_text())
-
-
-@pytest.mark.parametrize(("name", "tp", "pp", "dp"), [("llama", 2, 1, 1), ("llama", 1, 2, 1), ("qwen3", 1, 1, 2)])
-def test_two_ranks_train_as_one(name: str, tp: int, pp: int, dp: int, folders: dict[str, Path], tmp_path: Path) -> None:
-    model = build(folders[name])
-    expected = [model.train_step(pack(make_samples(12, seed), 96), LOSS) for seed in range(2)]
-    found = launch(folders[name], tp, pp, dp, tmp_path / "out")
-    for mine, theirs in zip(expected, found["steps"]):
-        assert theirs["num_loss_tokens"] == mine.num_loss_tokens
-        assert theirs["loss"] == pytest.approx(mine.loss, rel=1e-4)
-        assert theirs["grad_norm"] == pytest.approx(mine.grad_norm, rel=1e-3)
-        assert theirs["metrics"] == pytest.approx(mine.metrics, rel=1e-3)
-    np.testing.assert_allclose(found["scores"], model.score(list(range(40))), atol=1e-3)
-    exported = load_file(tmp_path / "out" / "model.safetensors")
-    own = dict(model.export())
-    assert exported.keys() == own.keys()
-    for key, tensor in own.items():
-        # Adam's first steps are near lr * sign(gradient): a gradient near zero may round to either side
-        assert (exported[key] - tensor).abs().mean() < 2e-5, key
