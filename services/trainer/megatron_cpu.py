@@ -52,6 +52,7 @@ def megatron_device() -> Iterator[None]:
         mock.patch.object(moe_utils, "te_general_gemm", None, create=True),  # 0.16.1 forgets it without the engine
         mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numpy_if_asked),
         mock.patch.multiple(random, _get_cuda_rng_state=_no_rng_state, _set_cuda_rng_state=_nothing),
+        torch.compiler.set_stance("force_eager"),  # Megatron compiles small functions, which pays on GPUs alone
         _CudaMeansCpu(),
     ):
         yield

@@ -45,7 +45,9 @@ def read_hf_config(model_path: Path) -> PretrainedConfig:
         "uses sliding-window attention, which the trainer lacks": sliding
         or getattr(config, "use_sliding_window", False),
         f"has the activation {config.hidden_act!r}, the trainer silu": config.hidden_act != "silu",
-        "mixes dense layers with layers of experts, which the trainer does not": getattr(config, "mlp_only_layers", None)
+        "mixes dense layers with layers of experts, which the trainer does not": getattr(
+            config, "mlp_only_layers", None
+        )
         or getattr(config, "decoder_sparse_step", 1) != 1,
     }
     for words, wrong in refused.items():
@@ -76,7 +78,9 @@ def check_split(config: PretrainedConfig, split: Split, *, cuda: bool) -> None:
     }
     for name, (setting, size) in parts.items():
         if getattr(config, name) % size:
-            raise ConfigError(f"trainer.{setting}: {size} does not divide the student's {name}, {getattr(config, name)}")
+            raise ConfigError(
+                f"trainer.{setting}: {size} does not divide the student's {name}, {getattr(config, name)}"
+            )
     if split.ep > 1 and not experts:
         raise ConfigError(f"trainer.expert_parallel is {split.ep}, but the student has no experts; write 1")
     if not cuda and (config.num_key_value_heads // split.tp) % split.cp:

@@ -199,7 +199,7 @@ class PolicyModel:
         return result.float().cpu().numpy()
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face names and copies of the tensors on rank 0's CPU; nothing on other ranks, but all must call it."""
+        """Hugging Face names and copies of the tensors on the CPU of rank 0; others get none, but must call it."""
         with megatron_device(), torch.no_grad():
             yield from self.weights.export()
 
@@ -244,7 +244,8 @@ class PolicyModel:
             seq_length=max(m.num_tokens for m in microbatches),
             micro_batch_size=1,
             forward_only=forward_only,
-            force_all_reduce=self.layout["dp"] * self.layout["cp"] == 1,  # free for one rank, where gloo's reduce-scatter copies
+            force_all_reduce=self.layout["dp"] * self.layout["cp"]
+            == 1,  # free for one rank, where gloo's reduce-scatter copies
         )
 
     def _consume(self, consume: Callable[..., Any], batch: Microbatch, output: torch.Tensor) -> Any:

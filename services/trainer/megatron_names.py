@@ -132,7 +132,5 @@ def all_hf_names(config: PretrainedConfig) -> set[str]:
     within += [f"mlp.experts.linear_{fc}.weight{e}" for e in range(num_experts(config)) for fc in _OF_AN_EXPERT]
     for layer in range(config.num_hidden_layers):
         for name in within:
-            names.update(
-                source_of(f"decoder.layers.{layer}.{name}", config, first_layer=0, first_expert=0).hf_names
-            )
+            names.update(source_of(f"decoder.layers.{layer}.{name}", config, first_layer=0, first_expert=0).hf_names)
     return names

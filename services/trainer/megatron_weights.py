@@ -68,7 +68,7 @@ class Weights:
                 merged = merge(source, parts, self._config, len(parameter))
                 if merged.shape != parameter.shape:
                     raise ConfigError(
-                        f"student.model: {model_path}: {source.hf_names[0]} does not have the shape that config.json says"
+                        f"student.model: {model_path}: {source.hf_names[0]} has another shape than config.json says"
                     )
                 parameter.copy_(merged)
                 back = pieces(source, parameter, self._config, self._num_real(parameter))

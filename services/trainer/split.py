@@ -1,8 +1,8 @@
 """How a training is split over ranks, and what of a packed micro-batch each rank computes.
 
 Context parallelism gives every rank two pieces of every sequence, one from its first and one from its second half
-(piece r and piece 2·cp − 1 − r of 2·cp), so that all ranks have the same work in causal attention; it is the layout that
-Transformer Engine expects. What pads a sequence lies behind it, where causal attention never looks.
+(piece r and piece 2 cp - 1 - r of 2 cp), so that all ranks have the same work in causal attention; it is the layout
+that Transformer Engine expects. What pads a sequence lies behind it, where causal attention never looks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OF_THE_TOKENS = ("tokens", "position_ids", "cu_seqlens")
 
 @dataclass(frozen=True)
 class Split:
-    """Sizes of the parallel dimensions: tensor, pipeline, context, data. Expert parallelism uses ranks of tp · cp · dp."""
+    """Sizes of the parallel dimensions: tensor, pipeline, context, data; experts are spread over tp x cp x dp ranks."""
 
     tp: int = 1
     pp: int = 1
@@ -99,7 +99,7 @@ def context_positions(borders: torch.Tensor, cp: int) -> torch.Tensor:
 def _padded(cu_seqlens: torch.Tensor, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
     """Borders [B + 1 or 2] after padding, and for every position of the padded row where its token was, -1 for none.
 
-    Every sequence gets a multiple of 2 · cp tokens, and the row one of tp · cp: the rest is a sequence of its own.
+    Every sequence gets a multiple of 2 cp tokens, and the row one of tp x cp: the rest is a sequence of its own.
     """
     lengths = cu_seqlens.diff().long()
     multiple = 2 * split.cp if split.cp > 1 else 1

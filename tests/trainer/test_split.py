@@ -19,9 +19,7 @@ def mixed_samples(count: int, shortest: int, longest: int) -> list[Sample]:
     rng = np.random.default_rng(0)
     lengths = np.exp(rng.uniform(np.log(shortest), np.log(longest), count)).astype(int)
     return [
-        Sample(
-            rng.integers(1, 99, n), n // 3, np.ones(n - n // 3, np.uint8), *np.zeros((2, n - n // 3), np.float32)
-        )
+        Sample(rng.integers(1, 99, n), n // 3, np.ones(n - n // 3, np.uint8), *np.zeros((2, n - n // 3), np.float32))
         for n in lengths
     ]
 

@@ -1,7 +1,8 @@
 """One rank of several trainings: `train_rank.py CASES.json`, with torchrun's variables in the environment.
 
-A case is {"model", "split", "out"}. Three steps; the last is taken twice, straight on and resumed from a checkpoint, and
-must be the same to the bit. Rank 0 writes OUT.json (results of the steps, logprobs of a sequence) and the model OUT/.
+A case is {"model", "split", "out"}. Three steps; the last is taken twice, straight on and resumed from a checkpoint
+with recomputation, and must be the same to the bit. Rank 0 writes OUT.json (results of the steps, logprobs of a
+sequence) and the exported model OUT/.
 """
 
 from __future__ import annotations
