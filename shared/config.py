@@ -218,11 +218,7 @@ class TrainerSection(Section):
 
     `reward_coefficient` above 0 adds the task reward's policy gradient to every teacher's loss; its advantage is the
     reward minus the mean over the prompt's n completions. `clip_range` and `max_importance_weight` bound that policy
-    gradient and the loss of the same name.
-
-    There are tensor x pipeline x context x data ranks; `expert_parallel` spreads a layer's experts over those of them
-    that have the same layers. `recompute` keeps only every layer's input for the backward pass: less memory, a third
-    more computing.
+    gradient and the loss of the same name. docs/trainer.md tells what the parallel sizes do, and `recompute`.
     """
 
     host: str = "127.0.0.1"
@@ -259,12 +255,8 @@ class TrainerSection(Section):
 
     @model_validator(mode="after")
     def _experts_fit(self) -> TrainerSection:
-        ranks = self.num_ranks // self.pipeline_parallel
-        if ranks % self.expert_parallel:
-            raise ValueError(
-                f"trainer.expert_parallel={self.expert_parallel} must divide the {ranks} ranks of "
-                "tensor_parallel x context_parallel x data_parallel, over which experts are spread"
-            )
+        if self.num_ranks // self.pipeline_parallel % self.expert_parallel:
+            raise ValueError("trainer.expert_parallel must divide tensor_parallel x context_parallel x data_parallel")
         return self
 
 

@@ -244,8 +244,7 @@ class PolicyModel:
             seq_length=max(m.num_tokens for m in microbatches),
             micro_batch_size=1,
             forward_only=forward_only,
-            force_all_reduce=self.layout["dp"] * self.layout["cp"]
-            == 1,  # free for one rank, where gloo's reduce-scatter copies
+            force_all_reduce=self.split.world == 1,  # free for one rank, where gloo's reduce-scatter copies
         )
 
     def _consume(self, consume: Callable[..., Any], batch: Microbatch, output: torch.Tensor) -> Any:
