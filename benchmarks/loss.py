@@ -155,8 +155,8 @@ def pack_rows(batch: Microbatch, num_rows: int) -> Microbatch:
 
 def measure_step(model: Path) -> dict[str, Any]:
     """Median seconds of a whole training step of `model` in bfloat16, and of the loss in it, both ways."""
+    from services.trainer.megatron_model import OptimizerSettings, PolicyModel
     from services.trainer.split import Split
-from services.trainer.megatron_model import OptimizerSettings, PolicyModel
 
     optim = OptimizerSettings(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, grad_clip=1.0, warmup_steps=0)
     policy = PolicyModel.build(model, dtype="bfloat16", split=Split(), optim=optim, seed=0)

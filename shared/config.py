@@ -214,11 +214,10 @@ class FlowSection(Section):
 
 
 class TrainerSection(Section):
-    """Optimizer, batch and checkpoints. `batch_size` counts trajectories a step over all ranks.
+    """Optimizer, batch and checkpoints. `batch_size` counts trajectories over all ranks (docs/trainer.md).
 
     `reward_coefficient` above 0 adds the task reward's policy gradient to every teacher's loss; its advantage is the
-    reward minus the mean over the prompt's n completions. `clip_range` and `max_importance_weight` bound that policy
-    gradient and the loss of the same name. docs/trainer.md tells what the parallel sizes do, and `recompute`.
+    reward minus the mean over the prompt's n completions. `clip_range` and `max_importance_weight` bound both.
     """
 
     host: str = "127.0.0.1"

@@ -23,6 +23,13 @@ from services.trainer.megatron_model import PolicyModel
 from shared.errors import ConfigError
 
 FORMAT = 2
+_SETTINGS = {
+    "tensor_parallel": "tp",
+    "pipeline_parallel": "pp",
+    "context_parallel": "cp",
+    "data_parallel": "dp",
+    "expert_parallel": "ep",
+}
 
 
 def save_rank_state(model: PolicyModel, path: Path) -> None:
@@ -50,7 +57,7 @@ def load_rank_state(model: PolicyModel, path: Path) -> None:
     """
     weights, description = _files(path, model.layout["rank"])
     if not (weights.is_file() and description.is_file()):
-        raise ConfigError(f"checkpoint {path} has no state of rank {model.layout['rank']}; resume with the same ranks")
+        raise ConfigError(f"checkpoint {path} has no state of rank {model.layout['rank']}; resume with as many ranks")
     try:
         meta = json.loads(description.read_text())
         tensors = load_file(weights)
@@ -88,10 +95,10 @@ def restore_rank_state(
     Raises:
         ConfigError: the state is of another format, split, dtype or model.
     """
-    expected = {"format": FORMAT, "layout": model.layout, "dtype": str(model.dtype)}
-    for key, value in expected.items():
+    for key, value in {"format": FORMAT, "dtype": str(model.dtype)}.items():
         if meta.get(key) != value:
             raise ConfigError(f"checkpoint {where} has {key} {meta.get(key)}, this run {value}")
+    _check_layout(model.layout, meta["layout"], where)
     _check_parameters(model, tensors, where)
     groups = iter(meta["groups"])
     saved: dict[str, dict[str, torch.Tensor]] = {}
@@ -112,6 +119,19 @@ def restore_rank_state(
     if torch.cuda.is_available() and "rng/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng/cuda"])
     model.num_updates = meta["num_updates"]
+
+
+def _check_layout(mine: dict[str, int], saved: dict[str, int], where: str) -> None:
+    differing = [setting for setting, size in _SETTINGS.items() if saved.get(size) != mine[size]]
+    if differing:
+        there, here = (
+            ", ".join(f"trainer.{setting}={layout.get(_SETTINGS[setting])}" for setting in differing)
+            for layout in (saved, mine)
+        )
+        raise ConfigError(
+            f"checkpoint {where} was written with {there}, this run has {here}: resume with the sizes of the "
+            "checkpoint, or start a new run from an exported student"
+        )
 
 
 def _check_parameters(model: PolicyModel, tensors: dict[str, torch.Tensor], where: str) -> None:

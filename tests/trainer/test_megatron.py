@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from services.trainer import megatron_gpt
 from services.trainer.batch import Microbatch, pack
@@ -105,6 +107,38 @@ def test_models_that_would_be_loaded_wrongly_are_refused(changes: dict[str, Any]
     folder = save_tiny(tmp_path / "m", "llama", tied=True, **changes)
     with pytest.raises(ConfigError, match=words):
         build(folder)
+
+
+def test_tensors_that_are_missing_or_unknown_are_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    for change, words in (("drop", "lacks model.norm.weight"), ("add", "does not know, model.layers.0.extra.weight")):
+        folder = tmp_path / change
+        shutil.copytree(folders["llama"], folder)
+        tensors = load_file(folder / "model.safetensors")
+        if change == "drop":
+            del tensors["model.norm.weight"]
+        else:
+            tensors["model.layers.0.extra.weight"] = torch.zeros(2)
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(ConfigError, match=words):
+            build(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "words"),
+    [
+        ("llama", Split(tp=4), "tensor_parallel: 4 does not divide the student's num_key_value_heads, 2"),
+        ("llama", Split(pp=3), "pipeline_parallel: 3 does not divide the student's num_hidden_layers, 4"),
+        ("llama", Split(cp=4), "context_parallel: 4 does not divide the 2 key-value heads"),
+        ("llama", Split(dp=2, ep=2), "the student has no experts"),
+        ("qwen3_moe", Split(dp=3, ep=3), "expert_parallel: 3 does not divide the student's num_experts, 4"),
+        ("llama", Split(dp=2), "data_parallel 2 are 2 ranks, but 1 was started; give torchrun --nproc-per-node=2"),
+    ],
+)
+def test_splits_that_cannot_be_are_refused_by_name(
+    name: str, split: Split, words: str, folders: dict[str, Path]
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        PolicyModel.build(folders[name], dtype="float32", split=split, optim=SETTINGS, seed=0)
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
@@ -214,6 +248,11 @@ def test_a_checkpoint_of_something_else_is_refused(folders: dict[str, Path], tmp
         load_rank_state(build(folders["qwen3"]), tmp_path / "a")
     with pytest.raises(ConfigError, match="dtype"):
         load_rank_state(build(folders["llama"], "bfloat16"), tmp_path / "a")
+    meta = json.loads((tmp_path / "a" / "rank-00000.json").read_text())
+    meta["layout"]["tp"] = 2
+    (tmp_path / "a" / "rank-00000.json").write_text(json.dumps(meta))
+    with pytest.raises(ConfigError, match=r"written with trainer\.tensor_parallel=2, this run has .*=1: resume with"):
+        load_rank_state(model, tmp_path / "a")
     with pytest.raises(ConfigError, match="no state of rank 0"):
         load_rank_state(model, tmp_path / "b")
     (tmp_path / "a" / "rank-00000.safetensors").write_bytes(b"short")
