@@ -21,6 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 from transformers import PretrainedConfig
@@ -90,6 +91,17 @@ def _groups_by_length(lengths: torch.Tensor) -> list[torch.Tensor]:
         groups.append(remaining[fits].sort().values)
         remaining = remaining[~fits]
     return groups
+
+
+class Norm(torch.nn.RMSNorm):
+    """The local spec's norm; Megatron's own wrapper of torch's refuses sequence parallelism.
+
+    Its ranks see different tokens, or different heads, so the gradients of the weight are to be added up.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
 
 
 class PackedAttention(MegatronModule):
@@ -220,7 +232,9 @@ def build_gpt(config: TransformerConfig, hf_config: PretrainedConfig, *, cuda: b
     return gpt
 
 
-def _layer_spec(config: TransformerConfig, experts: int | None, *, cuda: bool) -> ModuleSpec:
+def _layer_spec(
+    config: TransformerConfig, experts: int | None, *, cuda: bool
+) -> ModuleSpec | TransformerBlockSubmodules:
     if cuda:
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
@@ -228,5 +242,9 @@ def _layer_spec(config: TransformerConfig, experts: int | None, *, cuda: bool) -
     spec = get_gpt_layer_local_spec(
         num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    return spec
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    return TransformerBlockSubmodules([spec] * get_num_layers_to_build(config), layer_norm=Norm)
