@@ -83,6 +83,11 @@ def check_split(config: PretrainedConfig, split: Split, *, cuda: bool) -> None:
             )
     if split.ep > 1 and not experts:
         raise ConfigError(f"trainer.expert_parallel is {split.ep}, but the student has no experts; write 1")
+    if experts and split.ep == 1 < split.tp:
+        # Megatron would take whole experts for dense weights, and not add up what their tensor-parallel copies learn
+        raise ConfigError(
+            f"trainer.expert_parallel: with experts and trainer.tensor_parallel={split.tp} it must be at least 2"
+        )
     if not cuda and (config.num_key_value_heads // split.tp) % split.cp:
         # Transformer Engine passes keys and values around instead and has no such limit
         raise ConfigError(

@@ -23,6 +23,17 @@ def test_smallest_run_is_valid() -> None:
     assert run.teachers["math"].ports == [8101]
 
 
+def test_the_trainer_has_as_many_ranks_as_its_sizes_make() -> None:
+    sizes = {
+        "tensor_parallel": 2,
+        "pipeline_parallel": 3,
+        "context_parallel": 5,
+        "data_parallel": 7,
+        "expert_parallel": 2,
+    }
+    assert parse(RunConfig, make_run_tree(trainer=sizes), origin="run.yaml").trainer.num_ranks == 210
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
@@ -64,6 +75,10 @@ def test_smallest_run_is_valid() -> None:
         ({"rollout": {"max_tokens": 8, "temperature": 0.7}}, "no loss here states an objective for that, so write 1.0"),
         ({"trainer": {"lr": -1}}, "trainer.lr: Input should be greater than 0"),
         ({"trainer": {"betas": [0.9, 1.0]}}, "trainer.betas.1: Input should be less than 1"),
+        (
+            {"trainer": {"pipeline_parallel": 2, "data_parallel": 2, "expert_parallel": 4}},
+            "trainer.expert_parallel must divide tensor_parallel x context_parallel x data_parallel",
+        ),
         ({"trainer": {"betas": [-0.1, 0.9]}}, "trainer.betas.0: Input should be greater than or equal to 0"),
     ],
 )

@@ -131,6 +131,7 @@ def test_tensors_that_are_missing_or_unknown_are_named(folders: dict[str, Path],
         ("llama", Split(cp=4), "context_parallel: 4 does not divide the 2 key-value heads"),
         ("llama", Split(dp=2, ep=2), "the student has no experts"),
         ("qwen3_moe", Split(dp=3, ep=3), "expert_parallel: 3 does not divide the student's num_experts, 4"),
+        ("qwen3_moe", Split(tp=2), "with experts and trainer.tensor_parallel=2 it must be at least 2"),
         ("llama", Split(dp=2), "data_parallel 2 are 2 ranks, but 1 was started; give torchrun --nproc-per-node=2"),
     ],
 )
