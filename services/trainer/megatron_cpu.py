@@ -100,6 +100,8 @@ class _CudaMeansCpu(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _cpu()}
         return func(*args, **kwargs)

@@ -17,7 +17,15 @@ _MODELS: dict[str, tuple[type[transformers.PretrainedConfig], type[transformers.
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,  # so that tensor and context parallelism can both split them
+    "head_dim": 16,
+}
 
 
 def save_tiny(folder: Path, family: str, *, tied: bool, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
