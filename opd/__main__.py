@@ -7,8 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from shared.config import add_config_arguments, load_run
+from shared.config import load_run
 from shared.errors import run_main
+from shared.overrides import add_config_arguments
 
 
 def main() -> None:

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -386,16 +385,3 @@ def parse(model: type[ConfigT], tree: dict[str, Any], *, origin: str) -> ConfigT
     except ValidationError as error:
         lines = [explain(model, item) for item in error.errors(include_url=False)]
         raise ConfigError(f"{origin}: " + "; ".join(lines)) from error
-
-
-def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Adds `--config FILE` and `--set dotted.key=value` to a service's command line."""
-    parser.add_argument("--config", type=Path, required=required, help="the run's YAML file")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key, e.g. trainer.lr=1e-5",
-    )

@@ -1,12 +1,27 @@
-"""`--set dotted.key=value`: one key of a configuration tree, given on the command line."""
+"""The command line of a configuration: `--config FILE`, and `--set dotted.key=value` for one key of its tree."""
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from shared.errors import ConfigError
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Adds `--config FILE` and `--set dotted.key=value` to a service's command line."""
+    parser.add_argument("--config", type=Path, required=required, help="the run's YAML file")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key, e.g. trainer.lr=1e-5",
+    )
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

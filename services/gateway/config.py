@@ -15,10 +15,10 @@ from shared.config import (
     ReplicasSection,
     Section,
     ServiceName,
-    add_config_arguments,
     parse,
 )
 from shared.errors import ConfigError
+from shared.overrides import add_config_arguments
 from shared.parts import GatewayPart, load_part
 from shared.service_url import join
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.config import add_config_arguments
+from shared.overrides import add_config_arguments
 from shared.parts import RolloutPart, load_part
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
-from shared.config import Port, Section, ServiceName, TeacherSection, add_config_arguments, parse
+from shared.config import Port, Section, ServiceName, TeacherSection, parse
 from shared.errors import ConfigError
 from shared.model_folder import check_model_folder
+from shared.overrides import add_config_arguments
 from shared.parts import TeacherPart, load_part
 from shared.service_url import ServiceUrl, join
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from shared.config import add_config_arguments
+from shared.overrides import add_config_arguments
 from shared.parts import TrainerPart, load_part
 
 TrainerConfig = TrainerPart
