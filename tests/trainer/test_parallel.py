@@ -73,7 +73,7 @@ def launch(cases: list[tuple[str, Split]], folders: dict[str, Path], root: Path)
     argv = [sys.executable, "-W", "ignore", str(REPO / "tests" / "trainer" / "train_rank.py"), str(root / "cases.json")]
     ranks = [subprocess.Popen(argv, env={**base, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(world)]
     try:
-        assert [rank.wait(120) for rank in ranks] == [0] * world
+        assert [rank.wait(100) for rank in ranks] == [0] * world
     finally:
         for rank in ranks:
             rank.kill()

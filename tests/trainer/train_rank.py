@@ -28,7 +28,7 @@ MICROBATCH_TOKENS = 96
 SCORED = list(range(41))
 
 
-def train(model: Path, split: Split, out: Path) -> None:
+def train(model: Path, split: Split, out: Path) -> PolicyModel:
     loss = DistillationLoss(["a", "b"])
     batches = [pack(make_samples(12, seed), MICROBATCH_TOKENS) for seed in range(STEPS)]
     policy = PolicyModel.build(model, dtype="float32", split=split, optim=SETTINGS, seed=0)
@@ -44,13 +44,14 @@ def train(model: Path, split: Split, out: Path) -> None:
     policy.save_hf(out)
     if policy.layout["rank"] == 0:
         out.with_suffix(".json").write_text(json.dumps({"steps": [asdict(r) for r in results], "scores": scores}))
-    policy.close()
+    return policy
 
 
 def main(cases: Path) -> None:
     torch.set_num_threads(1)
     for case in json.loads(cases.read_text()):
-        train(Path(case["model"]), Split(**case["split"]), Path(case["out"]))
+        policy = train(Path(case["model"]), Split(**case["split"]), Path(case["out"]))
+    policy.close()  # only once: a rank that is early would find the rendezvous that rank 0 has yet to close
 
 
 if __name__ == "__main__":
