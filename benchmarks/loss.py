@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -68,11 +69,11 @@ VARIANTS: dict[str, Variant] = {
 
 
 class _Head(torch.autograd.Function):
-    """Stands for the model: hands out the logits, and lets their gradient go as soon as it has it."""
+    """Stands for the model: makes the logits, and lets their gradient go as soon as it has it."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return logits.view_as(logits)
+        return logits.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
@@ -97,14 +98,16 @@ def make_batch(loss: str = "forward_kl") -> Microbatch:
     return pack([sample], ROWS + 1)[0]
 
 
-def one_pass(variant: Variant, logits: torch.Tensor, batch: Microbatch) -> tuple[float, float]:
-    """The loss and the seconds of forward and backward."""
-    weight = torch.ones((), requires_grad=True)
-    z = _Head.apply(weight, logits)
-    began = time.perf_counter()
-    loss = variant(z, batch)
+def one_pass(variant: Variant, source: torch.Tensor, batch: Microbatch) -> tuple[float, float, int]:
+    """The loss, the seconds of forward and backward, and the bytes that they needed beside the logits."""
+    logits = _Head.apply(torch.ones((), requires_grad=True), source)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before, began = _status("VmRSS"), time.perf_counter()
+    loss = variant(logits, batch)
     loss.backward()
-    return loss.item(), time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    return loss.item(), seconds, max(0, _status("VmHWM") - before)
 
 
 def measure_times(dtype: torch.dtype) -> dict[str, Any]:
@@ -112,38 +115,26 @@ def measure_times(dtype: torch.dtype) -> dict[str, Any]:
     from services.trainer.megatron_cpu import keep_freed_memory
 
     keep_freed_memory()
-    source, logits = _logits(dtype), torch.empty(ROWS, VOCAB, dtype=dtype)
-    batch = make_batch()
+    source, batch = _logits(dtype), make_batch()
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     losses: dict[str, float] = {}
     for number in range(ROUNDS + 1):
         for name, variant in VARIANTS.items():
-            losses[name], spent = one_pass(variant, logits.copy_(source), batch)
+            losses[name], spent, _ = one_pass(variant, source, batch)
             if number:  # the first one warms up
                 seconds[name].append(spent)
     others = {}
     for loss in (name for name, spec in LOSSES.items() if not spec.refused):
-        other = make_batch(loss)
-        others[loss] = min(one_pass(ours, logits.copy_(source), other)[1] for _ in range(3))
+        others[loss] = min(one_pass(ours, source, make_batch(loss))[1] for _ in range(2))
     return {"seconds": {n: min(s) for n, s in seconds.items()}, "losses": losses, "others": others}
 
 
 def measure_memory(dtype: torch.dtype) -> dict[str, Any]:
     """Bytes by variant that one pass needs beside the logits, which are there before and after."""
-    source, logits = _logits(dtype), torch.empty(ROWS, VOCAB, dtype=dtype)
-    batch = make_batch()
-    small = logits[:8].copy_(source[:8])
+    source, batch = _logits(dtype), make_batch()
     for variant in VARIANTS.values():
-        one_pass(variant, small, pack_rows(batch, 8))  # what a first call loads is no part of it
-    extra = {}
-    for name, variant in VARIANTS.items():
-        logits.copy_(source)
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        before = _status("VmRSS")
-        one_pass(variant, logits, batch)
-        extra[name] = max(0, _status("VmHWM") - before)
-    return {"extra_bytes": extra}
+        one_pass(variant, source[:8], pack_rows(batch, 8))  # what a first call loads is no part of it
+    return {"extra_bytes": {name: one_pass(variant, source, batch)[2] for name, variant in VARIANTS.items()}}
 
 
 def pack_rows(batch: Microbatch, num_rows: int) -> Microbatch:
@@ -221,9 +212,9 @@ def _status(field: str) -> int:
 
 
 def _in_a_process(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.loss", *arguments], stdout=subprocess.PIPE, text=True
-    )
+    argv = [sys.executable, "-W", "ignore", "-m", "benchmarks.loss", *arguments]
+    # As in the trainer: threads that wait must not spin on cores that other processes need.
+    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
     if done.returncode:
         raise SystemExit(f"the measurement {' '.join(arguments)} failed; its own message is above")
     return json.loads(done.stdout.splitlines()[-1])

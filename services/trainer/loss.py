@@ -50,14 +50,15 @@ class DistillationLoss:
         """Sum over the rows of coefficient times loss, and what the metrics are made of.
 
         Args:
-            logits: [N, U] of the rows, this rank's part of the vocabulary. Overwritten by the backward pass.
+            logits: [N, U] of the rows, this rank's part of the vocabulary. Overwritten.
 
         Returns:
             A float64 scalar, and [teachers, METRICS, 3] float64: sum, count and maximum of each metric.
         """
-        rows = self._rows(logits, batch, shard)
         sums = torch.zeros(self.metrics_shape, dtype=torch.float64)
         sums[..., 2] = -INF
+        self._add_overlap(sums, logits, batch, shard)  # first: what comes then overwrites the logits
+        rows = self._rows(logits, batch, shard)
         total = torch.zeros((), dtype=torch.float64, device=logits.device)
         for i, name in enumerate(batch.loss_names):
             index = torch.nonzero(batch.loss_index == i)[:, 0]
@@ -75,7 +76,6 @@ class DistillationLoss:
             reward = clipped_policy_gradient(rows.select(rewarded), advantage).values
             total = total + reward.sum()
             self._add(sums, batch.teacher[rewarded], {"reward_loss": reward})
-        self._add_overlap(sums, logits, batch, rows, shard)
         return total, sums
 
     def _rows(self, logits: torch.Tensor, batch: Microbatch, shard: VocabShard) -> Rows:
@@ -84,9 +84,8 @@ class DistillationLoss:
         ids = torch.cat([batch.targets[:, None], batch.top_ids], dim=1).to(device)
         teacher = torch.cat([batch.teacher_logprobs[:, None], batch.top_logprobs], dim=1).to(device).double()
         # The student's own choice has the sampled token in it; the teacher's top-k stands for itself.
-        by_student = torch.tensor([LOSSES[name].top_k_of == "student" for name in batch.loss_names], dtype=torch.bool)
         valid = teacher > -INF
-        valid[:, 0] = by_student[batch.loss_index].to(device)
+        valid[:, 0] = self._by_student(batch).to(device)
         support = distinct(ids, valid)
         student = support_logprobs(logits, ids, support, shard)
         return Rows(
@@ -101,18 +100,23 @@ class DistillationLoss:
             max_importance_weight=self.max_importance_weight,
         )
 
-    def _add_overlap(
-        self, sums: torch.Tensor, logits: torch.Tensor, batch: Microbatch, rows: Rows, shard: VocabShard
-    ) -> None:
+    def _add_overlap(self, sums: torch.Tensor, logits: torch.Tensor, batch: Microbatch, shard: VocabShard) -> None:
         """Of the teacher's top-k, the share that is in the student's; on some rows, spread over the micro-batch."""
-        by_teacher = ~rows.support[:, 0] & rows.support.any(1)
-        index = torch.nonzero(by_teacher)[:, 0]
+        valid = (batch.top_logprobs > -INF) & ~self._by_student(batch)[:, None]
+        index = torch.nonzero(valid.any(1))[:, 0]
         index = index[:: max(1, -(-len(index) // _OVERLAP_ROWS))]
         if not len(index):
             return
-        ids = batch.top_ids.to(logits.device)[index]
-        share = top_k_overlap(logits.detach()[index], ids, rows.support[index, 1:], shard)
-        self._add(sums, batch.teacher[index.cpu()], {"top_k_overlap": share})
+        ids = batch.top_ids[index]
+        on = logits.device
+        share = top_k_overlap(logits.detach()[index.to(on)], ids.to(on), distinct(ids, valid[index]).to(on), shard)
+        self._add(sums, batch.teacher[index], {"top_k_overlap": share})
+
+    @staticmethod
+    def _by_student(batch: Microbatch) -> torch.Tensor:
+        """[N] bool: rows whose ids the student chose."""
+        chosen = [LOSSES[name].top_k_of == "student" for name in batch.loss_names]
+        return torch.tensor(chosen, dtype=torch.bool)[batch.loss_index]
 
     @staticmethod
     def _add(sums: torch.Tensor, teacher: torch.Tensor, measured: dict[str, torch.Tensor]) -> None:

@@ -7,8 +7,9 @@ G = sum_i G_i + G_T:
 
     dL/dz_j = [j in K] * -q_j G  +  [j not in K] * w_j (G_T - q_T G)  +  sum_{i: id_i = j} G_i,    w = softmax outside K
 
-Rows are worked through in chunks, and the backward pass writes the gradient over the logits: beside them no buffer of
-[rows, vocabulary] is ever alive. N rows, C ids per row, U the part of the vocabulary that this rank holds.
+Rows are worked through in chunks. The forward pass leaves the exponentials in the logits' place, the backward pass
+scales them and adds what belongs to single ids: beside the logits no buffer of [rows, vocabulary] is ever alive, and
+every exponential is taken once. N rows, C ids per row, U the part of the vocabulary that this rank holds.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def support_logprobs(
 ) -> SupportLogprobs:
     """Student log-probabilities over the whole vocabulary at `ids`.
 
-    The backward pass overwrites `logits` with its gradient, so nothing else may need them then.
+    Overwrites `logits`: after the call they are no logits any more, after the backward pass they are the gradient.
 
     Args:
         logits: [N, U] of this rank, float32 or bfloat16.
@@ -110,15 +111,17 @@ class _SupportLogprobs(torch.autograd.Function):
         at_ids = torch.zeros(ids.shape, dtype=torch.float64, device=logits.device)
         largest = torch.full((num_rows,), -INF, dtype=torch.float64, device=logits.device)
         total = torch.zeros(num_rows, dtype=torch.float64, device=logits.device)
-        if shard.num_valid:
-            for part in _chunks(num_rows, shard.num_valid):
-                z = logits[part, : shard.num_valid].to(torch.float32, copy=True)
-                at_ids[part] = torch.where(inside[part], z.gather(1, local[part]), 0.0).double()
-                z.scatter_add_(1, local[part], removed[part])
-                top = z.amax(1)
-                largest[part] = top.double()
-                z.sub_(torch.where(top == -INF, 0.0, top)[:, None]).exp_()
-                total[part] = z.sum(1).double()
+        for part in _chunks(num_rows, shard.num_valid):
+            stored = logits[part, : shard.num_valid]
+            z = stored.float()  # the logits themselves where they are float32
+            at_ids[part] = torch.where(inside[part], z.gather(1, local[part]), 0.0).double()
+            z.scatter_add_(1, local[part], removed[part])
+            top = z.amax(1)
+            largest[part] = top.double()
+            z.sub_(torch.where(top == -INF, 0.0, top)[:, None]).exp_()
+            total[part] = z.sum(1).double()
+            if z.dtype is not stored.dtype:
+                stored.copy_(z)
         own = largest.clone()
         shard.all_reduce(at_ids, dist.ReduceOp.SUM)
         shard.all_reduce(largest, dist.ReduceOp.MAX)
@@ -128,7 +131,9 @@ class _SupportLogprobs(torch.autograd.Function):
         support_lse = torch.where(support, at_ids, -INF).logsumexp(1) if ids.shape[1] else torch.full_like(shift, -INF)
         log_z = torch.logaddexp(tail_lse, support_lse)
         logprobs, tail, tail_max = at_ids - log_z[:, None], tail_lse - log_z, largest - log_z
-        ctx.save_for_backward(logits, local, inside, support, tail_lse, logprobs, tail)
+        # What lies in the logits now is exp(z - own), 0 at the support; this makes softmax outside the support of it.
+        scale = torch.where(tail_lse == -INF, 0.0, (torch.where(own == -INF, 0.0, own) - tail_lse).exp())
+        ctx.save_for_backward(logits, local, inside, support, scale, logprobs, tail)
         ctx.shard = shard
         ctx.mark_non_differentiable(tail_max)
         return logprobs, tail, tail_max
@@ -137,23 +142,19 @@ class _SupportLogprobs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad_logprobs: torch.Tensor, grad_tail: torch.Tensor, _: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None]:
-        logits, local, inside, support, tail_lse, logprobs, tail = ctx.saved_tensors
+        logits, local, inside, support, scale, logprobs, tail = ctx.saved_tensors
         shard: VocabShard = ctx.shard
-        empty_tail = tail_lse == -INF
-        grad_tail = torch.where(empty_tail, 0.0, grad_tail)
+        grad_tail = torch.where(tail == -INF, 0.0, grad_tail)
         total = grad_logprobs.sum(1) + grad_tail
-        tail_factor = (grad_tail - tail.exp() * total).float()[:, None]
-        tail_lse = torch.where(empty_tail, 0.0, tail_lse).float()[:, None]
+        tail_factor = (scale * (grad_tail - tail.exp() * total)).float()[:, None]
         at_ids = grad_logprobs - torch.where(support, logprobs.exp() * total[:, None], 0.0)
         at_ids = torch.where(inside, at_ids, 0.0).float()
-        removed = torch.where(support & inside, -INF, 0.0)
-        if shard.num_valid:
-            for part in _chunks(len(logits), shard.num_valid):
-                z = logits[part, : shard.num_valid].to(torch.float32, copy=True)
-                z.scatter_add_(1, local[part], removed[part])
-                z.sub_(tail_lse[part]).exp_().mul_(tail_factor[part])
-                z.scatter_add_(1, local[part], at_ids[part])
-                logits[part, : shard.num_valid] = z
+        for part in _chunks(len(logits), shard.num_valid):
+            stored = logits[part, : shard.num_valid]
+            z = stored.float()
+            z.mul_(tail_factor[part]).scatter_add_(1, local[part], at_ids[part])
+            if z.dtype is not stored.dtype:
+                stored.copy_(z)
         logits[:, shard.num_valid :] = 0
         return logits, None, None, None
 
@@ -166,5 +167,7 @@ def _local_ids(ids: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torc
 
 
 def _chunks(num_rows: int, num_columns: int) -> list[slice]:
+    if num_columns == 0:
+        return []
     step = max(1, CHUNK_ELEMENTS // num_columns)
     return [slice(i, i + step) for i in range(0, num_rows, step)]
