@@ -7,8 +7,8 @@ G = sum_i G_i + G_T:
 
     dL/dz_j = [j in K] * -q_j G  +  [j not in K] * w_j (G_T - q_T G)  +  sum_{i: id_i = j} G_i,    w = softmax outside K
 
-Rows are worked through in chunks. The forward pass leaves the exponentials in the logits' place, the backward pass
-scales them and adds what belongs to single ids: beside the logits no buffer of [rows, vocabulary] is ever alive, and
+Rows are worked through in chunks. The forward pass leaves a softmax in the logits' place, the backward pass
+scales it and adds what belongs to single ids: beside the logits no buffer of [rows, vocabulary] is ever alive, and
 every exponential is taken once. N rows, C ids per row, U the part of the vocabulary that this rank holds.
 """
 
@@ -118,11 +118,15 @@ class _SupportLogprobs(torch.autograd.Function):
             z.scatter_add_(1, local[part], removed[part])
             top = z.amax(1)
             largest[part] = top.double()
-            z.sub_(torch.where(top == -INF, 0.0, top)[:, None]).exp_()
-            total[part] = z.sum(1).double()
+            torch.softmax(z, 1, out=z)
+            peak = z.amax(1)  # e^0 / sum
+            empty = top == -INF  # the whole shard is support
+            if bool(empty.any()):
+                z[empty], peak[empty] = 0.0, INF
+            total[part] = 1 / peak.double()
             if z.dtype is not stored.dtype:
                 stored.copy_(z)
-        own = largest.clone()
+        own, own_total = largest.clone(), total.clone()
         shard.all_reduce(at_ids, dist.ReduceOp.SUM)
         shard.all_reduce(largest, dist.ReduceOp.MAX)
         shift = torch.where(largest == -INF, 0.0, largest)
@@ -131,8 +135,8 @@ class _SupportLogprobs(torch.autograd.Function):
         support_lse = torch.where(support, at_ids, -INF).logsumexp(1) if ids.shape[1] else torch.full_like(shift, -INF)
         log_z = torch.logaddexp(tail_lse, support_lse)
         logprobs, tail, tail_max = at_ids - log_z[:, None], tail_lse - log_z, largest - log_z
-        # What lies in the logits now is exp(z - own), 0 at the support; this makes softmax outside the support of it.
-        scale = torch.where(tail_lse == -INF, 0.0, (torch.where(own == -INF, 0.0, own) - tail_lse).exp())
+        # What lies in the logits now is the softmax of this shard, 0 at the support; this makes it that of all shards.
+        scale = torch.where(own == -INF, 0.0, (own + own_total.log() - tail_lse).exp())
         ctx.save_for_backward(logits, local, inside, support, scale, logprobs, tail)
         ctx.shard = shard
         ctx.mark_non_differentiable(tail_max)
