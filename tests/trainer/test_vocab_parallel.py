@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,35 @@ def test_the_gradient_takes_the_place_of_the_logits() -> None:
     found.logprobs.sum().backward()
     assert seen == [address]
     assert base.grad is not None and torch.isfinite(base.grad).all()
+
+
+class _Linear(torch.autograd.Function):
+    """As Megatron's output layer: a function of its own, which keeps its inputs and not its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient[:, 0].t() @ x[:, 0]
+
+
+def test_the_gradient_goes_through_views_of_a_models_output() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 1, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    ids, support = torch.tensor([[1, 2]] * 5), torch.tensor([[True, False]] * 5)
+    found = support_logprobs(
+        _Linear.apply(x, weight).transpose(0, 1).contiguous().squeeze(0), ids, support, VocabShard(0, 8, 8)
+    )
+    (found.logprobs.sum() + 2 * found.tail.sum()).backward()
+    own = x.grad, weight.grad
+    x.grad = weight.grad = None
+    log_q = (x[:, 0] @ weight.t()).log_softmax(1)
+    (log_q[:, 1:3].sum() + 2 * torch.cat([log_q[:, :1], log_q[:, 2:]], dim=1).logsumexp(1).sum()).backward()
+    assert torch.allclose(own[0], x.grad, atol=1e-6) and torch.allclose(own[1], weight.grad, atol=1e-6)
 
 
 def test_no_rows() -> None:
