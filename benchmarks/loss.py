@@ -187,11 +187,11 @@ class _TimedLoss(DistillationLoss):
         self.seconds = 0.0
 
     def __call__(self, logits: torch.Tensor, batch: Microbatch, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
+        logits.register_hook(self._end)
         began = time.perf_counter()
         total, sums = super().__call__(logits, batch, shard)
         self.seconds += time.perf_counter() - began
         total.register_hook(self._start)
-        logits.register_hook(self._end)
         return total, sums
 
     def _start(self, _: torch.Tensor) -> None:

@@ -75,7 +75,9 @@ def support_logprobs(
 ) -> SupportLogprobs:
     """Student log-probabilities over the whole vocabulary at `ids`.
 
-    Overwrites `logits`: after the call they are no logits any more, after the backward pass they are the gradient.
+    Overwrites `logits`: after the call they are no logits any more, after the backward pass they are the gradient. What
+    else is to be done with them, a hook included, must be done before; an operation that keeps its output for its own
+    backward pass must not have made them (autograd then says so).
 
     Args:
         logits: [N, U] of this rank, float32 or bfloat16.
