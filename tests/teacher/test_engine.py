@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from shared import wire
 from shared.wire_generate import GenerateRequest, decode_generate_response, encode_generate_request
 from tests.conftest import REPO, Service, free_port, wait_until
+from tests.fuzzing import fuzz_openapi, good_bodies, memory_mib, mutations
 
 pytestmark = pytest.mark.engine
 
@@ -252,7 +254,7 @@ async def test_a_deadline_is_kept_while_sequences_wait_in_the_engine(teacher: Te
 
 
 async def test_it_sleeps_after_what_is_in_flight_and_wakes_the_same(teacher: Teacher) -> None:
-    request = wire.LogprobsRequest(token_ids=[sequence(150, seed=3)], prompt_len=[100], top_k=5)
+    request = wire.LogprobsRequest(token_ids=[sequence(350, seed=3)], prompt_len=[300], top_k=5)
     before = teacher.score(request)[0]
     batch = wire.encode_request(wire.LogprobsRequest(token_ids=[sequence(MAX_LEN, seed=seed) for seed in range(100)]))
     headers = {"content-type": wire.MSGPACK}
@@ -267,9 +269,50 @@ async def test_it_sleeps_after_what_is_in_flight_and_wakes_the_same(teacher: Tea
         assert (await client.post("/sleep")).json() == {"state": "asleep"}
         assert (await client.post("/wake")).json() == {"state": "awake"}
         assert (await client.get("/readyz")).status_code == 200
+        cached = []
+        for _ in range(2):
+            response = await client.post("/logprobs", content=wire.encode_request(request), headers=headers)
+            cached.append(int(response.headers["x-cached-tokens"]))
+    assert cached[0] == 0 < cached[1]  # a prefix whose keys and values were given back is not read
     after = teacher.score(request)[0]
     np.testing.assert_allclose(after.logprobs, before.logprobs, atol=1e-5)
     np.testing.assert_array_equal(after.top_ids, before.top_ids)
+
+
+async def test_no_mutated_body_harms_the_engine(teacher: Teacher) -> None:
+    """10,000 of them: no 500, nothing left in the engine, the same answers and as much memory as before."""
+    reference = wire.LogprobsRequest(token_ids=[sequence(150, seed=3)], prompt_len=[100], top_k=5)
+    before = teacher.score(reference)[0].logprobs
+    bodies = good_bodies(VOCAB_SIZE)
+    statuses: Counter[int] = Counter()
+    async with httpx.AsyncClient(base_url=teacher.url, timeout=60) as client:
+
+        async def send(share: list[tuple[str, bytes]]) -> None:
+            for path, body in share:
+                response = await client.post(path, content=body, headers={"content-type": wire.MSGPACK})
+                assert response.status_code in (200, 400, 404, 413, 422), (response.text, path, body)
+                statuses[response.status_code] += 1
+
+        for path, body in bodies:
+            assert (await client.post(path, content=body, headers={"content-type": wire.MSGPACK})).status_code == 200
+        changed = list(mutations(bodies, 10_000))
+        for part, start in enumerate(range(0, 10_000, 2500)):
+            await asyncio.gather(*(send(changed[start : start + 2500][lane::8]) for lane in range(8)))
+            if part == 0:
+                memory = memory_mib(teacher.process.pid)
+        assert min(statuses[200], statuses[400], statuses[422]) > 200
+        assert await gauge(client, "opd_teacher_engine_requests", above=-1, below=1)
+        assert await gauge(client, "opd_teacher_bad_scores_total", above=-1, below=1)
+        assert (await client.get("/readyz")).status_code == 200
+    assert memory_mib(teacher.process.pid) - memory < 32
+    np.testing.assert_allclose(teacher.score(reference)[0].logprobs, before, atol=1e-5)
+    assert "Traceback" not in teacher.output()
+
+
+async def test_requests_made_from_the_openapi_document(teacher: Teacher) -> None:
+    answers = await asyncio.to_thread(fuzz_openapi, teacher.url, cases=200)
+    assert {("/logprobs", 200), ("/generate", 200), ("/wake", 200)} <= set(answers)
+    assert "Traceback" not in teacher.output()
 
 
 async def test_the_death_of_the_engine_ends_the_service(teacher: Teacher) -> None:
