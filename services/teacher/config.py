@@ -86,7 +86,14 @@ def _from_options(arguments: argparse.Namespace, settings: dict[str, Any]) -> Te
         key, sign, text = override.partition("=")
         if not sign:
             raise ConfigError(f"--set {override}: write it as key=value, e.g. max_model_len=1024")
-        settings[key] = yaml.safe_load(text)
+        if "." in key:
+            raise ConfigError(
+                f"--set {override}: without --config write the teacher's key alone, e.g. max_model_len=1024"
+            )
+        try:
+            settings[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {override}: the value is not YAML") from error
     return _build(arguments, parse(TeacherSection, settings, origin="command line"))
 
 

@@ -118,6 +118,8 @@ prompts: {{sources: [{{data_source: sums, task: basic_arithmetic}}]}}
         (["--model", "/nowhere", "--port", "9000"], "--model: there is no model folder /nowhere"),
         (["--model", "MODEL", "--set", "max_topk=3"], "did you mean 'max_top_k'"),
         (["--model", "MODEL", "--set", "max_top_k"], "key=value"),
+        (["--model", "MODEL", "--set", "max_top_k=[1"], "not YAML"),
+        (["--model", "MODEL", "--set", "teachers.math.max_top_k=3"], "the teacher's key alone"),
         (["--model", "MODEL", "--dtype", "int8"], "dtype"),
         (["--model", "MODEL", "--port", "99999"], "port"),
     ],
