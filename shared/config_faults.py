@@ -16,6 +16,8 @@ def explain(model: type[BaseModel], item: Any) -> str:
         message = item["msg"].removeprefix("Value error, ")
         return f"{location}: {message}" if location else message
     key = str(item["loc"][-1])
+    if key in _REMOVED:
+        return _removed(location)
     known = _known_keys(model, item["loc"][:-1])
     hint = f"did you mean {nearest(key, known)!r}?" if known else "it has no keys"
     return f"{location}: unknown key; {hint}"
@@ -42,7 +44,11 @@ def removed_keys(tree: dict[str, Any]) -> list[str]:
     teachers = tree.get("teachers")
     places = {"": tree, "teachers.": teachers if isinstance(teachers, dict) else {}}
     found = [f"{place}{key}" for place, section in places.items() for key in section if key in _REMOVED]
-    return [f"{where}: this key does not exist here; {_REMOVED[where.split('.')[-1]]}" for where in found]
+    return [_removed(where) for where in found]
+
+
+def _removed(where: str) -> str:
+    return f"{where}: this key does not exist here; {_REMOVED[where.split('.')[-1]]}"
 
 
 _REMOVED = {

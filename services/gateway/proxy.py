@@ -170,9 +170,10 @@ class Proxy:
         if isinstance(outcome, Answer):
             self._metrics.attempts.labels(*labels, "answered").inc()
             self._metrics.attempt_seconds.labels(*labels).observe(time.monotonic() - started)
-            self._metrics.tokens.labels(*labels).inc(inbound.num_tokens)
-            if hedge := self._hedge_of(pool, inbound):
-                hedge.observe(inbound.num_tokens, time.monotonic() - started)
+            if outcome.status == 200:  # a refusal is an answer to the client, but no work
+                self._metrics.tokens.labels(*labels).inc(inbound.num_tokens)
+                if hedge := self._hedge_of(pool, inbound):
+                    hedge.observe(inbound.num_tokens, time.monotonic() - started)
             self._metrics.answered(*labels, outcome.headers)
             return outcome
         self._metrics.attempts.labels(*labels, "failed" if outcome.retry_after_s is None else "busy").inc()
@@ -236,14 +237,13 @@ def _choose(pool: Pool, inbound: Inbound, failures: Mapping[Replica, Failure]) -
 def _read_failure(answer: Answer) -> Failure | None:
     """None when the answer is the client's business, else why another replica should be asked."""
     status = answer.status
-    said = answer.body[:200].decode(errors="replace")
     if status in (401, 403):
         return Failure(f"it refuses this gateway's key with {status}: set the same OPD_API_KEY for both")
     if status == 429 or (status == 503 and "retry-after" in answer.headers):
         wait_s = _seconds(answer.headers.get("retry-after", ""))
-        return Failure(f"it answered {status}: {said}", retry_after_s=wait_s, is_full=status == 429)
+        return Failure(f"it answered {status}: {answer.complaint}", retry_after_s=wait_s, is_full=status == 429)
     if status >= 500 and status != 501:
-        return Failure(f"it answered {status}: {said}", is_timeout=status == 504)
+        return Failure(f"it answered {status}: {answer.complaint}", is_timeout=status == 504)
     return None
 
 

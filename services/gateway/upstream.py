@@ -22,6 +22,7 @@ CONNECT_TIMEOUT_S = 2.0
 PROBE_TIMEOUT_S = 5.0
 
 _MAX_PROBE_BYTES = 2**20
+_MAX_COMPLAINT_BYTES = 2**16
 _KEEPALIVE_S = 3.0  # less than uvicorn's 5 s: the replica must not close a connection just as a request goes out on it
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEPALIVE_S)
 
@@ -50,6 +51,15 @@ class Answer:
     status: int
     headers: dict[str, str]
     body: bytes
+
+    @property
+    def complaint(self) -> str:
+        """What a body that is no scores says: the detail of a problem, the reason of /readyz, else its beginning."""
+        try:
+            fields = json.loads(self.body[:_MAX_COMPLAINT_BYTES])
+            return str(fields.get("detail") or fields["reason"])[:300]
+        except (ValueError, RecursionError, AttributeError, LookupError):
+            return self.body[:200].decode(errors="replace")
 
 
 class ReplicaClient:
@@ -96,13 +106,13 @@ class ReplicaClient:
     async def is_ready(self) -> tuple[bool, str]:
         """GET /readyz: (ready, what it says). Raises AttemptError when it does not answer."""
         answer = await self._get("/readyz")
-        return answer.status == 200, f"/readyz says {answer.status}: {answer.body[:200].decode(errors='replace')}"
+        return answer.status == 200, f"/readyz says {answer.status}: {answer.complaint}"
 
     async def info(self) -> dict[str, Any]:
         """GET /info. Raises AttemptError when it is not a map with a fingerprint."""
         answer = await self._get("/info")
         if answer.status != 200:
-            raise AttemptError(f"/info says {answer.status}: {answer.body[:200].decode(errors='replace')}")
+            raise AttemptError(f"/info says {answer.status}: {answer.complaint}")
         try:
             info = json.loads(answer.body)
         except (ValueError, RecursionError) as error:

@@ -13,6 +13,7 @@ import time
 import httpx
 import pytest
 
+from services.gateway.upstream import Answer
 from tests.conftest import free_port, wait_until
 from tests.gateway.bed import BODY, Bed, counted, more, steady_load
 
@@ -66,6 +67,7 @@ async def test_a_full_replica_is_relieved_and_all_full_is_429(bed: Bed):
         response = await client.post(f"{bed.url}/logprobs", json=BODY)
     assert (response.status_code, response.headers["retry-after"]) == (429, "7")
     assert response.json()["type"] == "opd:overloaded"
+    assert "{" not in response.json()["detail"]  # what a replica says is quoted as a sentence, not as its JSON
     await good.behave("busy")
     await full.behave("busy")
     async with httpx.AsyncClient() as client:
@@ -186,3 +188,19 @@ async def refuses(port: int) -> bool:
         return True
     writer.close()
     return False
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        (b'{"type": "opd:overloaded", "title": "full", "detail": "3000 tokens are queued"}', "3000 tokens are queued"),
+        (b'{"ready": false, "reason": "asleep"}', "asleep"),
+        (b'{"detail": ', '{"detail": '),
+        (b"[1]", "[1]"),
+        (b'{"detail": null}', '{"detail": null}'),
+        (b"<html>" + b"x" * 300, "<html>" + "x" * 194),
+        (b"[" * 60_000, "[" * 200),
+    ],
+)
+def test_what_a_replica_says_is_quoted(body: bytes, complaint: str):
+    assert Answer(503, {}, body).complaint == complaint

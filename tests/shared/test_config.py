@@ -60,6 +60,10 @@ def test_the_trainer_has_as_many_ranks_as_its_sizes_make() -> None:
             "teachers.enable_resource_pool: this key does not exist here; teachers always run on their own",
         ),
         (
+            {"trainer": {"enable_resource_pool": True}},
+            "trainer.enable_resource_pool: this key does not exist here; teachers always run on their own",
+        ),
+        (
             {"teachers": {"math": {"model": "m"}, "idle": {"model": "m"}}},
             "teachers.idle: no data_source is routed to it",
         ),
