@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -157,12 +156,10 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"{log.stem} ended with status {process.returncode}; see {log}")
-        try:
-            with urllib.request.urlopen(url, timeout=5) as response:
-                if response.status == 200:
-                    return
-        except (urllib.error.URLError, OSError):
-            pass
+        # OSError: not listening yet, or 503; it is asked again until it is ready or the time is up
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as response:
+            if response.status == 200:
+                return
         time.sleep(_POLL_S)
     raise RuntimeError(f"{log.stem} was not ready within {_START_S:g} s; see {log}")
 

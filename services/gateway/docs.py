@@ -7,30 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-_IDS = {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}}
-_FORMS = [{"required": ["token_ids"]}, {"required": ["prompt", "completion"]}, {"required": ["messages", "completion"]}]
-_MESSAGE: dict[str, Any] = {
-    "type": "object",
-    "required": ["role", "content"],
-    "additionalProperties": False,
-    "properties": {
-        "role": {"enum": ["system", "user", "assistant", "tool", "developer"]},
-        "content": {"type": "string"},
-    },
-}
+from shared.wire_docs import FORMS, IDS, MESSAGE
 
 _REQUEST_SCHEMA: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
-    "oneOf": _FORMS,
+    "oneOf": FORMS,
     "properties": {
         "model": {"type": "string", "description": "Teacher name; the header x-teacher spares decoding the body"},
-        "token_ids": _IDS | {"description": "Sequences of prompt + response"},
+        "token_ids": IDS | {"description": "Sequences of prompt + response"},
         "prompt_len": {"type": "array", "items": {"type": "integer", "minimum": 1}},
         "top_k": {"type": "integer", "minimum": 0, "default": 0},
-        "candidate_ids": {"type": "array", "items": _IDS},
+        "candidate_ids": {"type": "array", "items": IDS},
         "prompt": {"type": "string"},
-        "messages": {"type": "array", "minItems": 1, "items": _MESSAGE},
+        "messages": {"type": "array", "minItems": 1, "items": MESSAGE},
         "completion": {"type": "string"},
         "logprobs_dtype": {"enum": ["float32", "float16"], "default": "float32"},
     },
@@ -41,7 +31,7 @@ _GENERATE_SCHEMA: dict[str, Any] = {
     "required": ["token_ids", "max_tokens"],
     "properties": {
         "model": _REQUEST_SCHEMA["properties"]["model"],
-        "token_ids": _IDS | {"description": "Prompts"},
+        "token_ids": IDS | {"description": "Prompts"},
         "max_tokens": {"type": "integer", "minimum": 1, "description": "Of each continuation"},
     },
 }

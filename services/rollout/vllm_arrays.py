@@ -6,7 +6,6 @@ They lean on private API of the pinned version; `keep_arrays` fails when it has 
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists
 
-from shared.errors import ConfigError
+from shared.pinned import check_signatures
 
 
 class SampledArrays:
@@ -67,11 +66,5 @@ def keep_arrays(engine: AsyncLLM) -> None:
         LogprobsProcessor._update_sample_logprobs: ["self", "logprobs_lists"],
         OutputProcessor.add_request: ["self", "request", "prompt", "parent_req", "request_index", "queue"],
     }
-    for method, parameters in expected.items():
-        found = list(inspect.signature(method).parameters)
-        if found != parameters:
-            raise ConfigError(
-                f"this vLLM is not the pinned one: {method.__qualname__} takes {found}, expected {parameters}; "
-                "install the version in services/rollout/pyproject.toml"
-            )
+    check_signatures(expected, library="vLLM", project="services/rollout/pyproject.toml")
     engine.output_processor.__class__ = ArrayOutputProcessor

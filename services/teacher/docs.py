@@ -7,36 +7,27 @@ from __future__ import annotations
 
 from typing import Any
 
-_IDS: dict[str, Any] = {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}}
+from shared.wire_docs import FORMS, IDS, MESSAGE
+
 _TIMEOUT = {"type": "number", "exclusiveMinimum": 0, "maximum": 3600}
 _BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
-_FORMS = [{"required": ["token_ids"]}, {"required": ["prompt", "completion"]}, {"required": ["messages", "completion"]}]
-_MESSAGE: dict[str, Any] = {
-    "type": "object",
-    "required": ["role", "content"],
-    "additionalProperties": False,
-    "properties": {
-        "role": {"enum": ["system", "user", "assistant", "tool", "developer"]},
-        "content": {"type": "string"},
-    },
-}
 
 _REQUEST: dict[str, Any] = {
     "type": "object",
-    "oneOf": _FORMS,
+    "oneOf": FORMS,
     "additionalProperties": False,
     "properties": {
         "model": {"type": "string", "description": "This teacher's name; anything else is 404"},
-        "token_ids": _IDS | {"description": "Sequences, prompt and response together"},
+        "token_ids": IDS | {"description": "Sequences, prompt and response together"},
         "prompt_len": {"type": "array", "items": {"type": "integer", "minimum": 1}, "description": "Per sequence"},
         "top_k": {"type": "integer", "minimum": 0, "default": 0},
         "candidate_ids": {
             "type": "array",
-            "items": _IDS,
+            "items": IDS,
             "description": "ids to score at each row, [R][C] per sequence; 422 where the engine cannot",
         },
         "prompt": {"type": "string"},
-        "messages": {"type": "array", "minItems": 1, "items": _MESSAGE},
+        "messages": {"type": "array", "minItems": 1, "items": MESSAGE},
         "completion": {"type": "string", "description": "The text to score after prompt or messages"},
         "logprobs_dtype": {"enum": ["float32", "float16"], "default": "float32"},
     },
@@ -64,7 +55,7 @@ _GENERATE_REQUEST: dict[str, Any] = {
     "required": ["token_ids", "max_tokens"],
     "properties": {
         "model": {"type": "string", "description": "This teacher's name; anything else is 404"},
-        "token_ids": _IDS | {"description": "Prompts"},
+        "token_ids": IDS | {"description": "Prompts"},
         "max_tokens": {"type": "integer", "minimum": 1, "description": "Of each continuation, the stop token included"},
     },
     "example": {"token_ids": [[50, 43, 50, 61]], "max_tokens": 4},

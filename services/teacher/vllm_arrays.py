@@ -7,7 +7,6 @@ tests/teacher/test_vllm_contract.py fail when it moves.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.outputs import LogprobsTensors
 
-from shared.errors import ConfigError
+from shared.pinned import check_signatures
 
 
 class PromptArrays:
@@ -76,10 +75,4 @@ def check_vllm() -> None:
         LogprobsProcessor._update_prompt_logprobs: ["self", "prompt_logprobs_tensors"],
         OutputProcessor.add_request: ["self", "request", "prompt", "parent_req", "request_index", "queue"],
     }
-    for method, parameters in expected.items():
-        found = list(inspect.signature(method).parameters)
-        if found != parameters:
-            raise ConfigError(
-                f"this vLLM is not the pinned one: {method.__qualname__} takes {found}, expected {parameters}; "
-                "install the version in services/teacher/pyproject.toml"
-            )
+    check_signatures(expected, library="vLLM", project="services/teacher/pyproject.toml")
