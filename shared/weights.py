@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import WeightsError
+from shared.safetensors_file import ITEM_BYTES, SAFETENSORS_NAMES, TensorSpec, write_safetensors
 
 _MAX_HEADER_BYTES = 100 * 2**20
 WEIGHTS_FILE = "model.safetensors"
 MANIFEST_FILE = "manifest.json"
-
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,8 @@ def write_push(root: Path, version: int, tensors: Iterable[TensorBytes], *, keep
         shutil.rmtree(aside, ignore_errors=True)
         shutil.rmtree(path, ignore_errors=True)
         aside.mkdir(parents=True)
-        _write_safetensors(aside / WEIGHTS_FILE, blobs)
+        specs = [TensorSpec(tensor.name, tensor.dtype, tensor.shape) for tensor in blobs]
+        write_safetensors(aside / WEIGHTS_FILE, specs, (tensor.data for tensor in blobs))
         (aside / MANIFEST_FILE).write_text(json.dumps(_to_json(manifest)))
         for file in aside.iterdir():
             file.chmod(0o644)
@@ -136,28 +135,10 @@ def read_push(path: Path) -> Manifest:
     return manifest
 
 
-def _write_safetensors(file: Path, tensors: list[TensorBytes]) -> None:
-    """The format is a length, a JSON header and the bytes; the library's own writer wants raw memory addresses."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        end = offset + len(tensor.data)
-        entry = {"dtype": _SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        header[tensor.name] = entry
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little"))
-        out.write(text)
-        for tensor in tensors:
-            out.write(tensor.data)
-
-
 def _check_tensor(where: str, entry: dict[str, Any], record: TensorRecord, body: memoryview) -> None:
     if record.encoding != "dense":
         raise WeightsError(f"{where}: encoding {record.encoding!r} is unknown")
-    if record.dtype not in _ITEM_BYTES or entry["dtype"] != _SAFETENSORS_NAMES[record.dtype]:
+    if record.dtype not in ITEM_BYTES or entry["dtype"] != SAFETENSORS_NAMES[record.dtype]:
         raise WeightsError(f"{where}: dtype {entry['dtype']} is not the manifest's {record.dtype}")
     if tuple(entry["shape"]) != record.shape:
         raise WeightsError(f"{where}: shape {entry['shape']} is not the manifest's {list(record.shape)}")
