@@ -204,10 +204,18 @@ class PolicyModel:
             yield from self.weights.export()
 
     def save_hf(self, path: Path) -> None:
-        """A folder that plain transformers loads; rank 0 writes, all ranks must call it."""
-        tensors = dict(self.export())
-        if self.layout["rank"] == 0:
-            write_hf_folder(path, self.model_path, tensors)
+        """A folder that plain transformers loads; rank 0 writes, all ranks must call it.
+
+        Raises:
+            OSError: the disk is full or the folder cannot be written.
+        """
+        tensors = self.export()
+        try:
+            if self.layout["rank"] == 0:
+                write_hf_folder(path, self.model_path, self.weights.specs(), tensors)
+        finally:
+            for _ in tensors:
+                continue  # a write that failed must not leave the others sending for ever
 
     def close(self) -> None:
         """Leave the process groups."""

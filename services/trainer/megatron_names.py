@@ -107,14 +107,19 @@ def merge(source: Source, parts: list[torch.Tensor], config: PretrainedConfig, n
 
 def pieces(source: Source, parameter: torch.Tensor, config: PretrainedConfig, num_real: int) -> list[torch.Tensor]:
     """Inverse of `merge`: a rank's pieces; of a vocabulary only the first `num_real` rows are in one."""
+    return [piece(source, parameter, config, num_real, index) for index in range(len(source.hf_names))]
+
+
+def piece(source: Source, parameter: torch.Tensor, config: PretrainedConfig, num_real: int, index: int) -> torch.Tensor:
+    """One of the `pieces`: a view of the parameter, but a copy where heads are interleaved."""
     if source.kind == "qkv":
         size = head_dim(config)
         share = config.num_attention_heads // config.num_key_value_heads
         grouped = parameter.reshape(-1, share + 2, size, *parameter.shape[1:])
-        return [part.flatten(0, 2) for part in grouped.split([share, 1, 1], dim=1)]
+        return grouped.split([share, 1, 1], dim=1)[index].flatten(0, 2)
     if source.vocabulary:
-        return [parameter[:num_real]]
-    return list(parameter.chunk(len(source.hf_names)))
+        return parameter[:num_real]
+    return parameter.chunk(len(source.hf_names))[index]
 
 
 def all_hf_names(config: PretrainedConfig) -> set[str]:

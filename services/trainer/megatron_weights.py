@@ -21,16 +21,28 @@ from transformers import PretrainedConfig
 
 from services.trainer import megatron_parallel as ranks
 from services.trainer.megatron_families import num_experts
-from services.trainer.megatron_names import Source, all_hf_names, merge, pieces, source_of
+from services.trainer.megatron_names import Source, all_hf_names, merge, piece, pieces, source_of
+from services.trainer.tensors import dtype_name
 from shared.errors import ConfigError
+from shared.safetensors_file import TensorSpec
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A rank's part of a Hugging Face tensor."""
+    """What this rank has of a Hugging Face tensor: piece `index` of a parameter."""
 
-    name: str
-    dim: int | None
+    parameter: torch.Tensor
+    source: Source
+    index: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What some rank has of a Hugging Face tensor; parts of several ranks lie one behind the other along `dim`."""
+
+    rank: int
+    dim: int
     shape: tuple[int, ...]
 
 
@@ -47,8 +59,12 @@ class Weights:
             (parameter, source_of(name, config, first_layer=first_layer, first_expert=first_expert))
             for name, parameter in gpt.named_parameters()
         ]
-        self._mine = [piece for _, piece in self._pieces()]
-        self._of_all = _gather_json([[piece.name, piece.dim, piece.shape] for piece in self._mine])
+        self._mine = dict(self._pieces())
+        self._plan: dict[str, list[_Part]] = {}
+        described = _gather_json([[name, mine.source.dim, mine.shape] for name, mine in self._mine.items()])
+        for rank, parts in enumerate(described):
+            for name, dim, shape in parts:
+                self._plan.setdefault(name, []).append(_Part(rank, dim or 0, tuple(shape)))
 
     def load(self, model_path: Path) -> None:
         """Fill the parameters from the folder's safetensors; only this rank's slices are read.
@@ -78,39 +94,52 @@ class Weights:
                         "this is a fault of the trainer"
                     )
 
+    def specs(self) -> list[TensorSpec]:
+        """All Hugging Face tensors, in the order in which `export` yields them."""
+        dtype = dtype_name(self._parameters[0][0].dtype)
+        return [TensorSpec(name, dtype, _whole_shape(parts)) for name, parts in self._plan.items()]
+
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """On rank 0 all Hugging Face tensors, on its CPU, one after the other; nothing elsewhere, but all must call it.
 
-        A tied embedding is there once, under its embedding's name. No rank holds more than its own weights and one
-        gathered tensor.
+        A tied embedding is there once, under its embedding's name. No rank holds more than its own weights, one
+        gathered tensor and a part of one: drop a tensor before asking for the next.
         """
-        mine = {piece.name: tensor.detach() for tensor, piece in self._pieces()}
-        plan: dict[str, list[tuple[int, int | None, list[int]]]] = {}
-        for rank, described in enumerate(self._of_all):
-            for name, dim, shape in described:
-                plan.setdefault(name, []).append((rank, dim, shape))
-        for name, owners in plan.items():
+        for name, parts in self._plan.items():
             if self._layout["rank"]:
-                if name in mine:
-                    dist.send(mine[name].contiguous(), 0)
-                continue
-            parts = []
-            for rank, _, shape in owners:
-                part = mine[name] if rank == 0 else self._empty(shape)
-                if rank:
-                    dist.recv(part, rank)
-                parts.append(part.to("cpu", copy=len(owners) == 1 and rank == 0))
-            yield name, parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=owners[0][1] or 0)
+                if name in self._mine:
+                    dist.send(self._piece(name).contiguous(), 0)
+            else:
+                yield name, self._gathered(name, parts)
 
-    def _pieces(self) -> Iterator[tuple[torch.Tensor, _Piece]]:
-        """What this rank contributes to an export: of several copies of a weight the first rank's."""
+    def _gathered(self, name: str, parts: list[_Part]) -> torch.Tensor:
+        """A whole tensor on the CPU of rank 0, the only one that calls it."""
+        whole = torch.empty(_whole_shape(parts), dtype=self._parameters[0][0].dtype, device="cpu")
+        start = 0
+        for part in parts:
+            if part.rank:
+                received = self._empty(part.shape)
+                dist.recv(received, part.rank)
+            else:
+                received = self._piece(name)
+            whole.narrow(part.dim, start, part.shape[part.dim]).copy_(received)
+            start += part.shape[part.dim]
+        return whole
+
+    def _piece(self, name: str) -> torch.Tensor:
+        """This rank's part of a tensor, made when it is needed: interleaved heads are copied for it."""
+        mine = self._mine[name]
+        return piece(mine.source, mine.parameter, self._config, self._num_real(mine.parameter), mine.index).detach()
+
+    def _pieces(self) -> Iterator[tuple[str, _Piece]]:
+        """What this rank contributes to an export, by name: of several copies of a weight the first rank's."""
         for parameter, source in self._parameters:
             if not self._is_first_copy(source):
                 continue
             parts = pieces(source, parameter, self._config, self._num_real(parameter))
-            for name, part in zip(source.hf_names, parts):
+            for index, (name, part) in enumerate(zip(source.hf_names, parts)):
                 if len(part):  # a rank may hold nothing but padding of the vocabulary
-                    yield part, _Piece(name, source.dim, tuple(part.shape))
+                    yield name, _Piece(parameter, source, index, tuple(part.shape))
 
     def _is_first_copy(self, source: Source) -> bool:
         if source.expert:
@@ -133,9 +162,14 @@ class Weights:
         size = len(parameter)
         return max(0, min(size, int(self._config.vocab_size) - self._layout["tp_rank"] * size))
 
-    def _empty(self, shape: list[int]) -> torch.Tensor:
+    def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
         first = self._parameters[0][0]
         return torch.empty(shape, dtype=first.dtype, device=first.device)
+
+
+def _whole_shape(parts: list[_Part]) -> tuple[int, ...]:
+    dim, first = parts[0].dim, parts[0].shape
+    return (*first[:dim], sum(part.shape[dim] for part in parts), *first[dim + 1 :])
 
 
 def _check_names(found: set[str], config: PretrainedConfig, model_path: Path) -> None:

@@ -16,6 +16,7 @@ from services.trainer.loss import DistillationLoss
 from services.trainer.megatron_checkpoint import load_rank_state, save_rank_state
 from services.trainer.megatron_model import OptimizerSettings, PolicyModel
 from services.trainer.split import Split
+from services.trainer.tensors import bytes_of, spec_of
 from shared.model_folder import check_model_folder
 from shared.trajectory import decode
 from shared.weights import Manifest, TensorBytes, write_push
@@ -91,6 +92,5 @@ class Student:
 
     def _tensors(self) -> Iterator[TensorBytes]:
         for name, tensor in self.model.export():
-            flat = tensor.contiguous().view(-1)
-            data = flat.view(torch.uint8).numpy().data
-            yield TensorBytes(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+            spec = spec_of(name, tensor)
+            yield TensorBytes(spec.name, spec.dtype, spec.shape, bytes_of(tensor))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,18 @@ def test_logprobs_equal_transformers_and_weights_survive_the_round_trip(
     names = {f.name for f in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors"}
     assert {stat.S_IMODE(f.stat().st_mode) for f in (tmp_path / "out").iterdir()} == {0o644}
+
+
+def test_an_export_holds_one_tensor_at_a_time(folders: dict[str, Path]) -> None:
+    model = build(folders["qwen3_moe"])
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    alive: list[int] = []
+    for _, tensor in model.export():
+        made.append(weakref.ref(tensor.untyped_storage()))
+        del tensor
+        alive.append(sum(storage() is not None for storage in made))
+    assert len(alive) == len(model.weights.specs()) > 50
+    assert max(alive) == 0, "what it yields is neither kept nor a view of the model"
 
 
 def test_llama3_rope_scaling_equals_transformers(tmp_path: Path) -> None:

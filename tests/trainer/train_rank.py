@@ -41,6 +41,10 @@ def train(model: Path, split: Split, out: Path) -> PolicyModel:
     results.append(policy.train_step(batches[-1], loss))
     assert results[-1] == last, f"a resumed step differs: {results[-1]} is not {last}"
     scores = [float(score) for score in policy.score(SCORED)]
+    try:
+        policy.save_hf(model / "config.json" / "below-a-file")
+    except OSError as error:
+        assert policy.layout["rank"] == 0, error  # the others have taken part and go on
     policy.save_hf(out)
     if policy.layout["rank"] == 0:
         out.with_suffix(".json").write_text(json.dumps({"steps": [asdict(r) for r in results], "scores": scores}))
