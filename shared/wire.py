@@ -11,16 +11,14 @@ reader: `decode_response` raises `WireError`.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Sized
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 import numpy as np
 
 from shared import arrays
 from shared.errors import Problem, WireError
+from shared.wire_body import JSON, MSGPACK, decode_body, load, media_type
 from shared.wire_json import dump_response
 from shared.wire_request import build_request, check_sequences
 from shared.wire_types import Limits, LogprobsDtype, LogprobsRequest, LogprobsResponse, SequenceScores
@@ -31,44 +29,7 @@ __all__ = [
     "encode_response", "media_type", "parse_request",
 ]  # fmt: skip
 
-MAX_VALUES = 2**19
-"""Most values (numbers, texts, lists, maps) in a request; an array counts as a few. A list of empty lists takes sixty
-times its bytes in memory, and is refused while it is read."""
-
-JSON = "application/json"
-MSGPACK = "application/msgpack"
-
-ContainerT = TypeVar("ContainerT", bound=Sized)
-
 _WIRE_DTYPE: dict[str, str] = {"float32": arrays.FLOAT32, "float16": arrays.FLOAT16}
-
-
-def media_type(content_type: str) -> str:
-    """The codec of a content-type header; Problem 415 for anything but JSON and msgpack."""
-    name = content_type.split(";", 1)[0].strip().lower()
-    if name == JSON:
-        return JSON
-    if name in (MSGPACK, "application/x-msgpack"):
-        return MSGPACK
-    raise Problem("opd:media-type", f"content-type {name[:60]!r} is not served; send {JSON} or {MSGPACK}")
-
-
-def decode_body(body: bytes, content_type: str, max_bytes: int) -> dict[str, Any]:
-    """The map in a request body, fields unchecked (a router that needs only `model` reads it from here)."""
-    codec = media_type(content_type)
-    if len(body) > max_bytes:
-        raise Problem("opd:too-large", f"the body has {len(body)} bytes, at most {max_bytes} are accepted")
-    values = _Values(MAX_VALUES)
-    try:
-        value = _load(body, codec, values)
-    except WireError as error:
-        if values.are_too_many:
-            detail = f"the body holds more than {MAX_VALUES} values: send ids as arrays, and fewer sequences"
-            raise Problem("opd:too-large", detail) from error
-        raise Problem("opd:malformed", str(error)) from error
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise Problem("opd:malformed", "the body must be a map with the fields of docs/protocol.md")
-    return value
 
 
 def parse_request(body: bytes, content_type: str, limits: Limits) -> LogprobsRequest:
@@ -145,7 +106,7 @@ def decode_answer(body: bytes, content_type: str, max_bytes: int) -> dict[str, A
         codec = media_type(content_type)
     except Problem as problem:
         raise WireError(f"answer: {problem.detail}") from problem
-    value = _load(body, codec)
+    value = load(body, codec)
     if not isinstance(value, dict):
         raise WireError("the answer is not a map")
     value.setdefault("usage", {})
@@ -218,44 +179,3 @@ def _from_lists(value: object, dtype: str, shape: list[int | None], name: str) -
     if not fits:
         raise WireError(f"{name}: shape {list(array.shape)} where {shape} is expected")
     return array.astype(dtype)
-
-
-class _Values:
-    """Counts the values of a body while it is decoded; ValueError from the first one that is too many."""
-
-    def __init__(self, limit: int) -> None:
-        self._left = limit
-        self.are_too_many = False
-
-    def add(self, container: ContainerT) -> ContainerT:
-        self.take(1 + len(container))
-        return container
-
-    def take(self, count: int) -> None:
-        self._left -= count
-        if self._left < 0:
-            self.are_too_many = True
-            raise ValueError("too many values")
-
-
-def _load(body: bytes, codec: str, values: _Values | None = None) -> Any:
-    """Decodes a body; WireError for everything that is not exactly one value, or more than `values` takes."""
-    try:
-        if codec == MSGPACK:
-            if values is None:
-                return msgpack.unpackb(body, raw=False)
-            # the hooks see a list when it is complete; a single long one is refused by its length
-            bounded = {"max_array_len": MAX_VALUES, "max_map_len": MAX_VALUES, "max_ext_len": 0}
-            return msgpack.unpackb(body, raw=False, list_hook=values.add, object_hook=values.add, **bounded)
-        if values is not None:
-            values.take(sum(body.count(sign) for sign in (b",", b"[", b"{")))
-        return json.loads(body, parse_constant=_no_constant)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        if values is not None and re.search("exceeds max_(array|map)_len", str(error)):
-            values.are_too_many = True
-        kind = "msgpack" if codec == MSGPACK else "JSON"
-        raise WireError(f"the body is not valid {kind}: {str(error)[:160] or type(error).__name__}") from error
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")

@@ -6,17 +6,15 @@ A request that names its teacher in the header is not decoded for any of these.
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgpack
-
 from shared.errors import Problem
 from shared.prefix import PREFIX_HEADER, prefix_key
+from shared.wire_body import decode_body
 
 TEACHER_HEADER = "x-teacher"
 NUM_TOKENS_HEADER = "x-num-tokens"
@@ -24,7 +22,8 @@ TIMEOUT_HEADER = "x-timeout-s"
 REQUEST_ID_HEADER = "x-request-id"
 
 MAX_DECODED_BYTES = 2**20
-"""Largest body that is decoded to find its `model`; decoding stops the event loop for all other requests."""
+"""Largest body that is decoded to find its `model`, under the teacher's own limit of values; decoding stops the event
+loop for all other requests."""
 
 _BYTES_PER_TOKEN = 4
 _MAX_BYTES_PER_TOKEN = 8192  # a row of 1,024 candidate ids as JSON text
@@ -107,19 +106,13 @@ def request_id(headers: Mapping[str, str]) -> str | None:
 
 
 def _read_fields(headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
-    media_type = headers.get("content-type", "").split(";", 1)[0].strip().lower()
-    if media_type not in ("application/json", "application/msgpack", "application/x-msgpack"):
-        raise Problem(
-            "opd:media-type", f"content-type {media_type[:60]!r}: send application/json or application/msgpack"
-        )
     if len(body) > MAX_DECODED_BYTES:
         raise Problem(
             "opd:too-large",
             f"a body of {len(body)} bytes is not decoded to find its teacher (at most {MAX_DECODED_BYTES}): "
             f"name the teacher in the header {TEACHER_HEADER}",
         )
-    fields = _decode(body, is_json=media_type == "application/json")
-    return fields if isinstance(fields, dict) else {}
+    return decode_body(body, headers.get("content-type", ""), MAX_DECODED_BYTES)
 
 
 def _prompt_key(fields: dict[str, Any]) -> str | None:
@@ -133,12 +126,3 @@ def _prompt_key(fields: dict[str, Any]) -> str | None:
         return prefix_key(struct.pack(f"<{length}i", *ids[:length]))
     except (KeyError, IndexError, TypeError, ValueError, RecursionError, struct.error):
         return None  # not a request that a teacher takes: it says why better than can be said here
-
-
-def _decode(body: bytes, *, is_json: bool) -> Any:
-    try:
-        return json.loads(body) if is_json else msgpack.unpackb(body, raw=False)
-    except (ValueError, RecursionError, msgpack.UnpackException) as error:
-        kind = "JSON" if is_json else "msgpack"
-        text = str(error)[:160] or type(error).__name__
-        raise Problem("opd:malformed", f"the body is not valid {kind}: {text}") from error

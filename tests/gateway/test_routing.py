@@ -12,6 +12,7 @@ from services.gateway import routing
 from shared.errors import Problem
 from shared.prefix import prefix_key
 from shared.wire import LogprobsRequest, encode_request
+from shared.wire_body import MAX_VALUES
 
 JSON = {"content-type": "application/json"}
 MSGPACK = {"content-type": "application/msgpack"}
@@ -48,16 +49,33 @@ def test_model_of_a_msgpack_body():
         (JSON, b"\xff\xfe", "opd:malformed"),
         (MSGPACK, b"", "opd:malformed"),
         (MSGPACK, b"\x91" * 100_000, "opd:malformed"),
-        (MSGPACK, b"\xdf\xff\xff\xff\xff", "opd:malformed"),
+        (MSGPACK, b"\xdf\xff\xff\xff\xff", "opd:too-large"),
         (MSGPACK, msgpack.packb({"model": "a"}) + b"\x00", "opd:malformed"),
         (MSGPACK, b"\x81\x91\x01\x01", "opd:malformed"),  # a list as key
         ({"content-type": "text/html"}, b"{}", "opd:media-type"),
         ({}, b"{}", "opd:media-type"),
         (JSON, b" " * (routing.MAX_DECODED_BYTES + 1), "opd:too-large"),
+        (JSON, b'{"model": "a", "top_k": NaN}', "opd:malformed"),
     ],
 )
 def test_bodies_without_a_readable_teacher(headers, body, type_):
     assert problem_of(headers, body).type == type_
+
+
+@pytest.mark.parametrize(
+    ("headers", "start", "value", "end"),
+    [
+        (JSON, b'{"model":"a","x":[', b"[],", b"0]}"),
+        (MSGPACK, b"\x82\xa5model\xa1a\xa1x\xdd\0\x04\0\0", b"\x91\x90", b""),
+    ],
+)
+def test_a_small_body_of_many_values_is_refused_like_at_the_teacher(headers, start, value, end):
+    body = start + value * 2**18 + end  # at least two values each
+    assert len(body) < routing.MAX_DECODED_BYTES
+    problem = problem_of(headers, body)
+    assert problem.status == 413 and f"{MAX_VALUES} values" in problem.detail
+    fewer = start.replace(b"\x04\0\0", b"\x01\0\0") + value * 2**16 + end
+    assert routing.read(headers, fewer).teacher == "a"
 
 
 def test_an_unknown_teacher_is_404_and_the_known_ones_are_listed():
