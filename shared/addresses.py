@@ -2,6 +2,8 @@
 
 Every request goes to the address that has the fewest of this client's, and to the next at once when that one dies,
 hangs or refuses; pauses come only after all have been tried. With a single address every failure is a pause.
+Pauses are as long as the server asks, and by chance up to as much again: clients that were refused together must not
+come back together (Brooker, Exponential Backoff and Jitter, 2015: "full jitter").
 """
 
 from __future__ import annotations
@@ -49,8 +51,17 @@ class _Address:
 class Addresses:
     """Connections to all addresses. See `LogprobsClient` for the arguments."""
 
-    def __init__(self, urls: Sequence[str], key: str | None, *, connections: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        key: str | None,
+        *,
+        connections: int,
+        timeout_s: float,
+        rng: random.Random | None = None,
+    ) -> None:
         self._timeout_s = timeout_s
+        self._rng = rng or random.Random()
         headers = {"accept-encoding": "identity"}
         if key is not None:
             headers["authorization"] = f"Bearer {key}"
@@ -108,9 +119,9 @@ class Addresses:
         """
         last = failures[-len(self._addresses) :]
         number = len(failures) // len(self._addresses) - 1
-        growing_s = min(_FIRST_PAUSE_S * 2**number, _LONGEST_PAUSE_S) * random.uniform(0.5, 1)
-        pause_s = max(growing_s, min(failure.retry_after_s or 0.0 for failure in last))
-        if time.monotonic() + pause_s >= deadline:
+        left_s = deadline - time.monotonic()
+        pause_s = pause_after(number, min(failure.retry_after_s or 0.0 for failure in last), left_s, self._rng)
+        if pause_s >= left_s:
             return False
         await asyncio.sleep(pause_s)
         return True
@@ -140,6 +151,17 @@ class Addresses:
             raise
         finally:
             address.in_flight -= 1
+
+
+def pause_after(number: int, asked_s: float, left_s: float, rng: random.Random) -> float:
+    """Seconds to wait after round `number` (from 0) of failures.
+
+    Args:
+        asked_s: the shortest Retry-After of the round, 0 without one.
+        left_s: until the deadline; chance takes at most half of what is left after `asked_s`.
+    """
+    growing_s = min(_FIRST_PAUSE_S * 2**number, _LONGEST_PAUSE_S)
+    return asked_s + rng.uniform(0, min(max(growing_s, asked_s), max(0.0, left_s - asked_s) / 2))
 
 
 async def _exchange(
