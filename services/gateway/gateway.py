@@ -141,7 +141,7 @@ class Gateway:
             return True, "every teacher has a replica that serves"
         parts = []
         for pool in missing:
-            whys = [f"{replica.name} {replica.state.value}: {replica.last_error}" for replica in pool.replicas]
+            whys = [f"{replica.name} {replica.state.value}: {replica.trouble}" for replica in pool.replicas]
             why = ", ".join(whys) or "none is known yet"
             parts.append(f"teacher {pool.name!r} has no replica that serves ({why})")
         return False, "; ".join(parts)

@@ -94,7 +94,7 @@ class Pool:
         }
 
     def _refuse(self, replica: Replica, info: dict[str, Any], reason: str) -> bool:
-        if replica.last_error != reason:
+        if replica.trouble != reason:
             _log.error("replica_refused", extra=self._fields(replica, reason=reason))
         replica.refuse(info, reason)
         return False

@@ -216,7 +216,7 @@ class Proxy:
             detail = f"all replicas of teacher {pool.name!r} are full ({tried})"
             return Problem("opd:overloaded", detail, retry_after_s=retry_after_s)
         others = "; ".join(
-            f"{replica.name}: {replica.state.value}, {replica.last_error or 'not asked yet'}"
+            f"{replica.name}: {replica.state.value}, {replica.trouble or 'not asked yet'}"
             for replica in pool.replicas
             if replica not in failures
         )

@@ -74,7 +74,7 @@ class Attempt:
 
     def overloaded(self, reason: str) -> None:
         """The replica is well but full: it weighs more for a while, and is not ejected."""
-        self.replica.last_error = reason
+        self.replica.note_error(reason)
         self.replica.add_debt(self.num_tokens)
 
 
@@ -96,6 +96,7 @@ class Replica:
         self.state = State.STARTING
         self.info: dict[str, Any] | None = None
         self.last_error: str | None = None
+        self.has_recovered = False
         self.outstanding_tokens = 0
         self.in_flight = 0
         self.num_answers = 0
@@ -110,6 +111,7 @@ class Replica:
         self._ejected_until = 0.0
         self._debt_tokens = 0.0
         self._debt_at = clock()
+        self._last_error_at = 0.0
 
     @property
     def fingerprint(self) -> str | None:
@@ -124,6 +126,11 @@ class Replica:
     def is_open(self) -> bool:
         """May get one more request now."""
         return self.state is State.READY or (self.state is State.HALF_OPEN and self.in_flight == 0)
+
+    @property
+    def trouble(self) -> str | None:
+        """The last error, unless it has served well again since."""
+        return None if self.has_recovered else self.last_error
 
     def load(self) -> float:
         """Outstanding tokens plus what recent failures still weigh."""
@@ -149,15 +156,21 @@ class Replica:
             if self._trial_answers >= TRIAL_ANSWERS:
                 self.state = State.READY
                 self._ejections_in_row = 0
+        self.has_recovered = self.state is State.READY
 
     def failed(self, reason: str, num_tokens: int = 0) -> None:
         """A request or a probe failed; enough in a row, or one on trial, and the replica is ejected."""
-        self.last_error = reason
+        self.note_error(reason)
         self._failures_in_row += 1
         self.add_debt(num_tokens)
         on_trial = self.state is State.HALF_OPEN
         if on_trial or (self.state is State.READY and self._failures_in_row >= self._eject_after):
             self._eject()
+
+    def note_error(self, reason: str) -> None:
+        """Remember what went wrong, and when."""
+        self.last_error, self.has_recovered = reason, False
+        self._last_error_at = self._clock()
 
     def add_debt(self, num_tokens: int) -> None:
         """Weigh as if DEBT_FACTOR more requests of that size were outstanding, decaying."""
@@ -174,16 +187,17 @@ class Replica:
         elif self.state is not State.HALF_OPEN:
             self.state = State.READY
         self._failures_in_row = 0
+        self.has_recovered = self.state is State.READY
 
     def probe_refused(self, reason: str) -> None:
         """It answered that it is not ready."""
-        self.last_error = reason
+        self.note_error(reason)
         if self.state is not State.STARTING:
             self.state = State.UNREADY
 
     def probe_failed(self, reason: str) -> None:
         """It did not answer the probe."""
-        self.last_error = reason
+        self.note_error(reason)
         if self.is_serving:
             self.failed(reason)
         elif self.state is State.EJECTED:
@@ -193,7 +207,7 @@ class Replica:
     def refuse(self, info: dict[str, Any], reason: str) -> None:
         """It serves something else than its siblings."""
         self.info = info
-        self.last_error = reason
+        self.note_error(reason)
         self.state = State.REFUSED
 
     def drain(self) -> None:
@@ -206,7 +220,8 @@ class Replica:
         return max(0.0, self._ejected_until - self._clock()) if self.state is State.EJECTED else 0.0
 
     def describe(self) -> dict[str, Any]:
-        """What /info shows."""
+        """What /info shows; `recovered` and `last_error_age_s` (seconds) are of the last error, null without one."""
+        known = self.last_error is not None
         return {
             "replica": self.name,
             "url": self.url,
@@ -217,6 +232,8 @@ class Replica:
             "load_tokens": round(self.load()),
             "fingerprint": self.fingerprint,
             "last_error": self.last_error,
+            "last_error_age_s": round(self._clock() - self._last_error_at, 1) if known else None,
+            "recovered": self.has_recovered if known else None,
         }
 
     def _debt_now(self) -> float:

@@ -233,3 +233,30 @@ def test_a_replica_of_another_teacher_is_refused(clock):
     pool = make_pool(clock, ready=False)
     assert not pool.admit(pool.replicas[0], info(model="chat"))
     assert "'chat'" in pool.replicas[0].last_error
+
+
+def test_an_error_is_shown_with_its_age_until_and_after_the_recovery(clock):
+    def shown() -> list[object]:
+        described = replica.describe()
+        return [described[name] for name in ("last_error", "last_error_age_s", "recovered")]
+
+    (replica,) = make_pool(clock, 1).replicas
+    assert shown() == [None, None, None] and replica.trouble is None
+    fail(replica, 2)
+    clock.now += 7.04
+    assert replica.state is State.EJECTED and shown() == ["boom", 7.0, False] and replica.trouble == "boom"
+    replica.probe_passed(info())
+    assert replica.state is State.HALF_OPEN and shown() == ["boom", 7.0, False]
+    answer(replica, TRIAL_ANSWERS)
+    clock.now += 60
+    assert replica.state is State.READY and shown() == ["boom", 67.0, True] and replica.trouble is None
+    replica.probe_refused("asleep")
+    clock.now += 1
+    assert shown() == ["asleep", 1.0, False]
+    replica.probe_passed(info())
+    assert shown() == ["asleep", 1.0, True]
+    with replica.attempt(10) as attempt:
+        attempt.overloaded("full")
+    assert shown() == ["full", 0.0, False]
+    answer(replica)
+    assert shown() == ["full", 0.0, True]
