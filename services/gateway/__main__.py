@@ -5,42 +5,27 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-import uvicorn
-
+from services.gateway.addresses import resolve
 from services.gateway.app import create_app
 from services.gateway.config import load
+from services.gateway.gateway import Gateway
 from services.gateway.keys import load_keys
+from services.gateway.server import Server
 from shared import log, tracing
 from shared.errors import RunFailed, run_main
 from shared.service import check_port_free
 
-DRAIN_S = 10
-"""Time that requests in flight have to finish after SIGTERM."""
-
-KEEPALIVE_S = 30
-"""Idle connections stay open for longer than clients keep them, so that none is closed under a request."""
-
 
 def main() -> None:
-    """Serve until SIGTERM or SIGINT; then stop accepting, let requests finish, and exit with status 0."""
+    """Serve until SIGTERM or SIGINT; then refuse what is new, let requests finish, and exit with status 0."""
     log.configure("gateway")
     config = load()
     keys = load_keys(config)
     tracer = tracing.configure("opd-gateway")
     settings = config.gateway
     check_port_free(settings.host, settings.port, setting="gateway.port (--port)")
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(config, keys, tracer=tracer),
-            host=settings.host,
-            port=settings.port,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEPALIVE_S,
-            timeout_graceful_shutdown=DRAIN_S,
-        )
-    )
+    gateway = Gateway(config, keys, resolve, tracer)
+    server = Server(gateway, create_app(gateway), settings.host, settings.port)
 
     def stop(signum: int, frame: FrameType | None) -> None:
         server.should_exit = True

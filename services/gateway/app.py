@@ -12,24 +12,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from services.gateway import admin, docs, routing
-from services.gateway.addresses import Resolve, resolve
-from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway, problem_response
-from services.gateway.keys import Keys
 from shared.errors import Problem
-from shared.tracing import Tracer
 
 
-def create_app(
-    config: GatewayConfig, keys: Keys, *, resolve: Resolve = resolve, tracer: Tracer | None = None
-) -> FastAPI:
-    """The application; connections and probes begin with its lifespan.
-
-    Args:
-        resolve: looks up DNS names.
-        tracer: makes spans of requests; None switches traces off.
-    """
-    gateway = Gateway(config, keys, resolve, tracer or Tracer())
+def create_app(gateway: Gateway) -> FastAPI:
+    """The application; connections and probes begin with its lifespan."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

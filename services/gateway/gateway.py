@@ -65,6 +65,7 @@ class Gateway:
         )
         self.splitter = Splitter(proxy, self.metrics)
         self.membership: asyncio.Task[None] | None = None
+        self._is_leaving = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -83,6 +84,11 @@ class Gateway:
             await aio.end([self.membership])
             _log.info("stopped")
 
+    def leave(self) -> None:
+        """From now on new requests are refused, and every connection is closed with its next answer."""
+        self._is_leaving = True
+        _log.info("leaving")
+
     async def serve(self, request: Request) -> Response:
         """Read the body, find the teacher, and pass on what one of its replicas answers."""
         headers = request.headers
@@ -92,6 +98,8 @@ class Gateway:
             span.set(request_id=request_id)
             response = await self._serve(request, request_id, span)
             span.set(status=response.status_code)
+            if self._is_leaving:
+                response.headers["connection"] = "close"
             if response.status_code >= 500:
                 span.fail(f"status {response.status_code}")
             return response
@@ -109,6 +117,8 @@ class Gateway:
                 if named := headers.get(routing.TEACHER_HEADER):
                     teacher = routing.find_pool(self.pools, named).name
                 body = await _read_body(request, client.max_body_bytes, limit_s)
+                if self._is_leaving:
+                    raise Problem("opd:unavailable", "this gateway is stopping: ask another one", retry_after_s=1.0)
                 route = routing.read(headers, body)
                 pool = routing.find_pool(self.pools, route.teacher)
                 teacher = pool.name
@@ -136,6 +146,8 @@ class Gateway:
 
     def readiness(self) -> tuple[bool, str]:
         """Ready when every teacher has a replica that serves; else which have none and why."""
+        if self._is_leaving:
+            return False, "this gateway is stopping"
         missing = [pool for pool in self.pools.values() if not pool.is_ready]
         if not missing:
             return True, "every teacher has a replica that serves"

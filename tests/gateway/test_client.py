@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections import Counter
 
 import httpx
 import numpy as np
@@ -14,7 +15,7 @@ from shared.errors import TeacherError
 from shared.wire import LogprobsRequest
 from shared.wire_generate import GenerateRequest
 from tests.conftest import free_port, wait_until
-from tests.gateway.bed import Bed, counted
+from tests.gateway.bed import BODY, Bed, counted
 
 REQUEST = LogprobsRequest(token_ids=[[1, 2, 3, 4], [9, 8]], prompt_len=[2, 1], top_k=3)
 
@@ -124,6 +125,45 @@ async def test_of_two_gateways_one_killed_costs_no_request(bed: Bed):
             np.testing.assert_array_equal(response.results[1].logprobs, np.float32([-8]))
         for _ in range(20):
             await client.score(REQUEST, "math")
+
+
+async def test_of_two_gateways_one_stopped_costs_no_request_and_no_broken_connection(bed: Bed):
+    stand, second_port = await bed.replica("slow"), free_port()
+    first = await bed.gateway(stand.port)
+    await bed.gateway(stand.port, port=second_port)
+    second_url = f"http://127.0.0.1:{second_port}"
+    said: Counter[str] = Counter()
+    is_over = asyncio.Event()
+
+    async def ask_plainly() -> None:
+        """A client without retries that goes to the other gateway when it is told to."""
+        urls = [bed.url, second_url]
+        async with httpx.AsyncClient(timeout=30) as client:
+            while not is_over.is_set():
+                answer = await client.post(f"{urls[0]}/logprobs", json=BODY)  # a broken connection raises
+                said[str(answer.status_code)] += 1
+                if answer.status_code == 503:
+                    said[f"{answer.json()['type']} {answer.headers['retry-after']} {answer.headers['connection']}"] += 1
+                    urls.reverse()
+
+    async def score(client: LogprobsClient) -> None:
+        while not is_over.is_set():
+            response = await client.score(REQUEST, "math")
+            np.testing.assert_array_equal(response.results[1].logprobs, np.float32([-8]))
+            said["scored"] += 1
+
+    async with client_of([bed.url, second_url], timeout_s=30) as client:
+        tasks = [asyncio.create_task(work) for _ in range(6) for work in (ask_plainly(), score(client))]
+        await wait_until(lambda: min(said["200"], said["scored"]) > 20)
+        first.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(first.process.wait, 20) == 0
+        before = said["scored"]
+        await wait_until(lambda: said["scored"] > before + 20)
+        is_over.set()
+        await asyncio.gather(*tasks)
+    assert said["503"] == said["opd:unavailable 1 close"] == 6  # each of the plain clients was told once
+    assert set(said) == {"200", "503", "opd:unavailable 1 close", "scored"}
+    assert "Traceback" not in first.output()
 
 
 async def test_a_gateway_that_hangs_or_refuses_is_left_for_the_other(bed: Bed):

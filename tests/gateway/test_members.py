@@ -13,7 +13,9 @@ from fastapi import FastAPI
 from services.gateway.addresses import resolve
 from services.gateway.app import create_app
 from services.gateway.config import GatewayConfig
+from services.gateway.gateway import Gateway
 from services.gateway.keys import Keys
+from shared.tracing import Tracer
 from tests.conftest import Service, free_port, wait_until
 from tests.gateway.bed import BODY, Bed, counted, more, steady_load
 
@@ -49,10 +51,10 @@ async def in_process(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def config(teachers: dict[str, list[str]]) -> tuple[GatewayConfig, Keys]:
+def app_of(teachers: dict[str, list[str]], names: Names) -> FastAPI:
     settings = {"probe_interval_s": 0.1, "dns_interval_s": 0.05, "registration_ttl_s": 0.5}
-    checked = GatewayConfig.model_validate({"gateway": settings, "teachers": teachers})
-    return checked, Keys(checked.gateway)
+    config = GatewayConfig.model_validate({"gateway": settings, "teachers": teachers})
+    return create_app(Gateway(config, Keys(config.gateway), names, Tracer()))
 
 
 async def members(client: httpx.AsyncClient) -> dict[str, tuple[str, str]]:
@@ -74,7 +76,7 @@ async def test_every_address_behind_a_name_is_followed(bed: Bed):
     names = Names("127.0.0.2")
     at = [f"127.0.0.{number}:{port}" for number in (2, 3, 4)]
     ready = ("dns", "ready")
-    async with in_process(create_app(*config({"math": [f"dns+http://teacher-math:{port}"]}), resolve=names)) as client:
+    async with in_process(app_of({"math": [f"dns+http://teacher-math:{port}"]}, names)) as client:
         await wait_members(client, {at[0]: ready})
         assert names.asked[0] == ("teacher-math", port)
         names.addresses = ["127.0.0.4", "127.0.0.2", "127.0.0.3"]
@@ -109,7 +111,7 @@ async def test_two_teachers_behind_one_address_do_not_share_it(bed: Bed):
     stand = await bed.replica()
     teachers = {"math": [stand.url], "chat": [f"dns+http://chat:{stand.port}"]}
     names = Names("127.0.0.1")
-    async with in_process(create_app(*config(teachers), resolve=names)) as client:
+    async with in_process(app_of(teachers, names)) as client:
         await names.asked_again()
         await wait_members(client, {f"127.0.0.1:{stand.port}": ("config", "ready")})
 
