@@ -10,7 +10,8 @@ import asyncio
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pool import Pool
 from services.gateway.replica import Replica
-from services.gateway.upstream import AnswerTooLarge, AttemptError, ReplicaClient
+from services.gateway.transport import AnswerTooLarge
+from services.gateway.upstream import AttemptError, ReplicaClient
 from shared import log
 
 _log = log.get(__name__)

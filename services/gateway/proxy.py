@@ -23,7 +23,8 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.pool import Pool
 from services.gateway.replica import Replica
 from services.gateway.routing import TIMEOUT_HEADER
-from services.gateway.upstream import Answer, AnswerTooLarge, AttemptError, ReplicaClient
+from services.gateway.transport import AnswerTooLarge
+from services.gateway.upstream import Answer, AttemptError, ReplicaClient
 from shared import aio, log
 from shared.errors import Problem
 
@@ -192,10 +193,7 @@ class Proxy:
     async def _ask(self, pool: Pool, replica: Replica, inbound: Inbound, budget_s: float) -> Answer | Failure:
         headers = {**inbound.headers, TIMEOUT_HEADER: f"{budget_s:.3f}"}
         try:
-            async with asyncio.timeout(budget_s):
-                answer = await self._clients[replica].post(inbound.path, inbound.body, headers, budget_s)
-        except TimeoutError:
-            return Failure(f"no answer within {budget_s:.1f} s", is_timeout=True)
+            answer = await self._clients[replica].post(inbound.path, inbound.body, headers, budget_s)
         except AttemptError as error:
             return Failure(error.reason, is_timeout=error.is_timeout)
         except AnswerTooLarge as error:

@@ -1,4 +1,4 @@
-"""HTTP to one replica: send bytes, read a bounded answer, ask how it is. The only file that knows httpx.
+"""HTTP to one replica: send bytes, read a bounded answer, ask how it is.
 
 An answer is read in full before the client sees its first byte: a replica that dies midway can then be replaced by
 another without the client noticing.
@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from services.gateway.transport import ReplicaTransport
 from shared.tracing import Tracer
 
 PATHS = ("/logprobs", "/generate")
@@ -23,8 +24,6 @@ PROBE_TIMEOUT_S = 5.0
 
 _MAX_PROBE_BYTES = 2**20
 _MAX_COMPLAINT_BYTES = 2**16
-_KEEPALIVE_S = 3.0  # less than uvicorn's 5 s: the replica must not close a connection just as a request goes out on it
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEPALIVE_S)
 
 
 class AttemptError(Exception):
@@ -38,10 +37,6 @@ class AttemptError(Exception):
         super().__init__(reason)
         self.reason = reason
         self.is_timeout = is_timeout
-
-
-class AnswerTooLarge(Exception):
-    """The answer exceeds MAX_ANSWER_BYTES; another replica would say the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +74,24 @@ class ReplicaClient:
         self._headers = {"accept-encoding": "identity"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
-        # the transport without a client around it: no redirects, cookies or proxies, and half a millisecond less
-        self._transport = httpx.AsyncHTTPTransport(limits=_LIMITS, trust_env=False)
+        # without a client around it: no redirects, cookies or proxies
+        self._transport = ReplicaTransport(base)
 
     async def aclose(self) -> None:
         await self._transport.aclose()
 
     async def post(self, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> Answer:
-        """POST to one of `PATHS`. The caller bounds the total time; `timeout_s` bounds each single wait.
+        """POST to one of `PATHS`, answered in full within `timeout_s`.
 
         Raises:
-            AttemptError: no connection, no complete answer, or one that is not a teacher's.
-            AnswerTooLarge: see there.
+            AttemptError: no connection, no complete answer in time, or one that is not a teacher's.
+            AnswerTooLarge: over MAX_ANSWER_BYTES; another replica would say the same.
         """
-        timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
         with self._tracer.span(f"attempt {path}", "client") as span:
             span.set(replica=self._name)
-            answer = await self._exchange("POST", path, {**headers, **span.headers()}, body, timeout, MAX_ANSWER_BYTES)
+            answer = await self._exchange(
+                "POST", path, {**headers, **span.headers()}, body, timeout_s, MAX_ANSWER_BYTES
+            )
             span.set(status=answer.status)
             if answer.status == 200:
                 _check_map(answer)
@@ -122,50 +118,29 @@ class ReplicaClient:
         return info
 
     async def _get(self, path: str) -> Answer:
-        timeout = httpx.Timeout(PROBE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-        return await self._exchange("GET", path, {}, None, timeout, _MAX_PROBE_BYTES)
+        return await self._exchange("GET", path, {}, None, PROBE_TIMEOUT_S, _MAX_PROBE_BYTES)
 
     async def _exchange(
-        self,
-        method: str,
-        path: str,
-        headers: dict[str, str],
-        body: bytes | None,
-        timeout: httpx.Timeout,
-        max_bytes: int,
+        self, method: str, path: str, headers: dict[str, str], body: bytes | None, timeout_s: float, max_bytes: int
     ) -> Answer:
         request = httpx.Request(
             method,
             self._urls[path],
             headers={**headers, **self._headers},
             content=body,
-            extensions={"timeout": timeout.as_dict()},
+            extensions={
+                "timeout": {"connect": min(CONNECT_TIMEOUT_S, timeout_s), "read": timeout_s},
+                "max_bytes": max_bytes,
+            },
         )
         try:
             response = await self._transport.handle_async_request(request)
-            try:
-                content = await _read(response, max_bytes)
-            finally:
-                await response.aclose()
         except httpx.TimeoutException as error:
-            raise AttemptError(f"timed out ({type(error).__name__})", is_timeout=True) from error
+            raise AttemptError(str(error), is_timeout=True) from error
         except httpx.HTTPError as error:
             raise AttemptError(f"{type(error).__name__}: {error}") from error
+        content = b"".join([chunk async for chunk in response.aiter_raw()])
         return Answer(response.status_code, dict(response.headers), content)
-
-
-async def _read(response: httpx.Response, max_bytes: int) -> bytes:
-    declared = response.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise AnswerTooLarge
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in response.aiter_raw():
-        size += len(chunk)
-        if size > max_bytes:
-            raise AnswerTooLarge
-        chunks.append(chunk)
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 def _check_map(answer: Answer) -> None:
