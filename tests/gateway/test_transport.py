@@ -6,12 +6,20 @@ On both event loops (conftest.py): the gateway runs on uvloop, in-process tests 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
 
 import httpx
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from services.gateway import transport
 from services.gateway.transport import AnswerTooLarge, ReplicaTransport
@@ -54,9 +62,10 @@ def _pieces(text: bytes, size: int) -> list[bytes]:
 
 
 @asynccontextmanager
-async def connected(script: Script) -> AsyncIterator[ReplicaTransport]:
-    server = await asyncio.start_server(script.serve, "127.0.0.1", 0)
-    client = ReplicaTransport(httpx.URL(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+async def connected(script: Script, secure: ssl.SSLContext | None = None) -> AsyncIterator[ReplicaTransport]:
+    server = await asyncio.start_server(script.serve, "127.0.0.1", 0, ssl=secure)
+    scheme, port = "http" if secure is None else "https", server.sockets[0].getsockname()[1]
+    client = ReplicaTransport(httpx.URL(f"{scheme}://127.0.0.1:{port}"))
     try:
         yield client
     finally:
@@ -186,3 +195,34 @@ async def test_a_closed_transport_keeps_no_connection():
         await wait_until(lambda: script.num_open == 0)
         await ask(client)  # one that was on its way
         await wait_until(lambda: script.num_open == 0)
+
+
+async def test_https_needs_a_certificate_that_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    secure = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    secure.load_cert_chain(_write_certificate(tmp_path))
+    script = Script()
+    async with connected(script, secure) as client:
+        with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+            await ask(client)
+    trusting = ssl.create_default_context(cafile=tmp_path / "certificate.pem")
+    monkeypatch.setattr(httpx, "create_ssl_context", lambda trust_env: trusting)
+    async with connected(script, secure) as client:
+        assert [await ask(client) for _ in range(2)] == [(200, "hello")] * 2
+        assert script.requests[0].endswith(b"\r\n\r\nabc") and len(script.requests) == 2
+
+
+def _write_certificate(folder: Path) -> Path:
+    """Key and certificate of 127.0.0.1, signed by itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "replica")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now, now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    path = folder / "certificate.pem"
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
+    path.write_bytes(private + certificate.public_bytes(pem))
+    return path
