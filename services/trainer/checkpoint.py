@@ -1,7 +1,7 @@
 """Checkpoints on disk: `step-00000020/` with one file per rank and `state.json`, written aside, synced, renamed.
 
-`state.json` is written last and lists the size of every file; a folder without it, or whose files do not match it, is
-no checkpoint and the one before it is taken.
+`state.json` is written last and holds the size and CRC-32 of every file, and its own CRC-32; a folder without it, or
+whose bytes do not match it, is no checkpoint and the one before it is taken.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from shared.errors import RunFailed
 
 _LOG = log.get(__name__)
 _STATE = "state.json"
+_BLOCK_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,8 @@ class Checkpoints:
         """The newest whole checkpoint, None when there is none; broken ones are named in a warning."""
         for path in sorted(self._root.glob("step-*[0-9]"), reverse=True):
             try:
-                body = json.loads((path / _STATE).read_text())
-                for name, size in body["files"].items():
-                    if (path / name).stat().st_size != size:
-                        raise ValueError(f"{name} has {(path / name).stat().st_size} bytes, not {size}")
-                state = body["state"]
-                return path, RunState(**{**state, "evaluations": [(v, s) for v, s in state["evaluations"]]})
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                return path, _read(path)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 _LOG.warning("checkpoint_broken", extra=log.fields(path=str(path), reason=repr(error)))
         return None
 
@@ -79,8 +76,9 @@ class Checkpoints:
                 shutil.rmtree(left_over)
             aside.mkdir(parents=True)
             save_ranks(aside)
-            files = {file.name: file.stat().st_size for file in sorted(aside.iterdir())}
-            (aside / _STATE).write_text(json.dumps({"state": asdict(state), "files": files}))
+            files = {file.name: _fingerprint(file) for file in sorted(aside.iterdir())}
+            body = {"state": asdict(state), "files": files}
+            (aside / _STATE).write_text(json.dumps({**body, "crc32": _crc32_of(body)}))
             for file in aside.iterdir():
                 _sync(file)
             _sync(aside)
@@ -93,10 +91,40 @@ class Checkpoints:
             raise RunFailed(
                 f"checkpoint {path} cannot be written: {error}; make room or change run.dir, then start again to resume"
             ) from error
-        for old in sorted(self._root.glob("step-*[0-9]"))[: -self._keep]:
-            if old != path:
-                shutil.rmtree(old)
+        self._tidy(path)
         return path
+
+    def _tidy(self, newest: Path) -> None:
+        """Keep the `keep` checkpoints up to the newest; later steps are of a lineage whose checkpoint is damaged."""
+        found = sorted(self._root.glob("step-*[0-9]"))
+        lineage = [path for path in found if path <= newest]
+        for path in {*found} - {*lineage[-self._keep :]}:
+            shutil.rmtree(path)
+
+
+def _read(path: Path) -> RunState:
+    """The state of one checkpoint. An error of reading or of what was read when it is not whole."""
+    body = json.loads((path / _STATE).read_text())
+    if body.pop("crc32") != _crc32_of(body):
+        raise ValueError(f"{_STATE} was altered")
+    for name, written in body["files"].items():
+        if (found := _fingerprint(path / name)) != written:
+            raise ValueError(f"{name} has {found}, not {written}")
+    state = body["state"]
+    return RunState(**{**state, "evaluations": [(v, s) for v, s in state["evaluations"]]})
+
+
+def _fingerprint(file: Path) -> dict[str, int | str]:
+    """What `state.json` says of a file; reads all of it."""
+    crc = 0
+    with file.open("rb") as content:
+        while block := content.read(_BLOCK_BYTES):
+            crc = zlib.crc32(block, crc)
+    return {"bytes": file.stat().st_size, "crc32": f"{crc:08x}"}
+
+
+def _crc32_of(body: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
 
 
 def _sync(path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,12 @@ def test_the_newest_checkpoints_are_kept_and_read_back(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000030"]
 
 
-@pytest.mark.parametrize("damage", ["no state", "half state", "short file", "missing file"])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage", ["no state", "half state", "altered state", "short file", "altered byte", "missing file"]
+)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.write(RunState(step=1), save)
     path = checkpoints.write(RunState(step=2), save)
@@ -37,15 +42,30 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
         (path / "state.json").unlink()
     elif damage == "half state":
         (path / "state.json").write_text((path / "state.json").read_text()[:20])
+    elif damage == "altered state":
+        (path / "state.json").write_text((path / "state.json").read_text().replace('"step": 2', '"step": 3'))
     elif damage == "short file":
         (path / "rank0.safetensors").write_bytes(b"wei")
+    elif damage == "altered byte":
+        (path / "rank0.safetensors").write_bytes(b"wejghts")
     else:
         (path / "rank0.safetensors").unlink()
     found = checkpoints.latest()
     assert found is not None and found[1].step == 1
+    (warning,) = caplog.records
+    assert warning.msg == "checkpoint_broken" and warning.opd_fields["path"] == str(path)
     checkpoints.write(RunState(step=2, version=9), save)
     found = checkpoints.latest()
     assert found is not None and found[1].version == 9
+
+
+def test_a_damaged_checkpoint_takes_the_place_of_no_whole_one(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 5, 9):
+        checkpoints.write(RunState(step=step), save)
+    (tmp_path / "step-00000009" / "rank0.safetensors").unlink()
+    checkpoints.write(RunState(step=6), save)  # resumed from 5 and stopped soon
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path: Path) -> None:
@@ -97,4 +117,6 @@ def test_what_a_crash_left_half_written_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "step-00000009.tmp").mkdir(parents=True)
     Checkpoints(tmp_path, keep=1).write(RunState(step=1), save)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert json.loads((tmp_path / "step-00000001" / "state.json").read_text())["files"] == {"rank0.safetensors": 7}
+    assert json.loads((tmp_path / "step-00000001" / "state.json").read_text())["files"] == {
+        "rank0.safetensors": {"bytes": 7, "crc32": f"{zlib.crc32(b'weights'):08x}"}
+    }
