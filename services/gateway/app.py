@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from services.gateway import admin, docs, routing
 from services.gateway.gateway import Gateway, problem_response
 from shared.errors import Problem
+
+
+class _PassedOn(APIRoute):
+    """In /docs like any other route; its endpoint wants the request as it is, so nothing is looked up for it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return self.endpoint
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -25,16 +33,19 @@ def create_app(gateway: Gateway) -> FastAPI:
             yield
 
     app = FastAPI(title="opd gateway", description=__doc__, lifespan=lifespan, redoc_url=None)
+    passed = APIRouter(route_class=_PassedOn)
 
-    @app.post("/logprobs", openapi_extra=docs.LOGPROBS, responses=docs.RESPONSES)
+    @passed.post("/logprobs", openapi_extra=docs.LOGPROBS, responses=docs.RESPONSES)
     async def logprobs(request: Request) -> Response:
         """Score token ids or a text with the teacher that `model` or the header `x-teacher` names."""
         return await gateway.serve(request)
 
-    @app.post("/generate", openapi_extra=docs.GENERATE, responses=docs.RESPONSES)
+    @passed.post("/generate", openapi_extra=docs.GENERATE, responses=docs.RESPONSES)
     async def generate(request: Request) -> Response:
         """Greedy continuations of token ids by the teacher that `model` or the header `x-teacher` names."""
         return await gateway.serve(request)
+
+    app.include_router(passed)
 
     @app.get("/healthz")
     async def healthz() -> JSONResponse:

@@ -41,6 +41,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # nobody asks for the client's address
                 timeout_keep_alive=KEEPALIVE_S,
                 timeout_graceful_shutdown=DRAIN_S,
             )

@@ -139,8 +139,8 @@ class ReplicaClient:
             raise AttemptError(str(error), is_timeout=True) from error
         except httpx.HTTPError as error:
             raise AttemptError(f"{type(error).__name__}: {error}") from error
-        content = b"".join([chunk async for chunk in response.aiter_raw()])
-        return Answer(response.status_code, dict(response.headers), content)
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers.raw}
+        return Answer(response.status_code, headers, b"".join([chunk async for chunk in response.stream]))
 
 
 def _check_map(answer: Answer) -> None:
