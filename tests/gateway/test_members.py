@@ -70,6 +70,13 @@ async def wait_members(client: httpx.AsyncClient, expected: dict[str, tuple[str,
     await wait_until(reached, 40, f"members {expected}")
 
 
+async def lookups(client: httpx.AsyncClient, result: str) -> float:
+    """How often the name was looked up with that result."""
+    start = f'opd_gateway_dns_lookups_total{{name="teacher-math",result="{result}",teacher="math"}} '
+    found = [line for line in (await client.get("/metrics")).text.splitlines() if line.startswith(start)]
+    return float(found[0].removeprefix(start)) if found else 0.0
+
+
 async def test_every_address_behind_a_name_is_followed(bed: Bed):
     port = free_port()
     stands = [await bed.replica(port=port, host=f"127.0.0.{number}") for number in (2, 3, 4)]
@@ -86,6 +93,8 @@ async def test_every_address_behind_a_name_is_followed(bed: Bed):
             names.addresses = trouble
             await names.asked_again()
             assert await members(client) == dict.fromkeys(at, ready)  # the last known ones stay
+            assert (await client.post("/logprobs", json=BODY)).status_code == 200
+        assert await lookups(client, "failed") >= 3 * 2 and await lookups(client, "empty") >= 2
 
         await stands[0].behave("hold")
         bodies = [{**BODY, "token_ids": [[prompt, 2, 3, 4]]} for prompt in range(24)]  # each has a home of its own
@@ -99,12 +108,16 @@ async def test_every_address_behind_a_name_is_followed(bed: Bed):
         await wait_members(client, {at[1]: ready})
         metrics = (await client.get("/metrics")).text
         assert at[1] in metrics and at[0] not in metrics and at[2] not in metrics
-        for result in ("answered", "empty", "failed"):
-            assert f'opd_gateway_dns_lookups_total{{name="teacher-math",result="{result}",teacher="math"}}' in metrics
         assert 'opd_gateway_replicas_left_total{reason="left_dns",teacher="math"} 2.0' in metrics
 
-        names.addresses = ["127.0.0.3", "127.0.0.2"]
-        await wait_members(client, {at[1]: ready, at[0]: ready})
+        names.addresses = OSError("the resolver is away")
+        stands[1].service.stop(signal.SIGKILL)
+        await wait_members(client, {at[1]: ("dns", "ejected")})  # it may come back: only the name says who has left
+        failed = await lookups(client, "failed")
+        await names.asked_again()
+        assert await lookups(client, "failed") > failed and await members(client) == {at[1]: ("dns", "ejected")}
+        names.addresses = ["127.0.0.2"]
+        await wait_members(client, {at[0]: ready})
 
 
 async def test_two_teachers_behind_one_address_do_not_share_it(bed: Bed):
