@@ -44,7 +44,7 @@ lint: $(STAMP) ## style, import rules
 
 bench: bench-loss bench-scoring ## all measurements against their targets; docs/benchmarks.md has what they gave
 
-bench-scoring: $(STAMP) ## teacher and gateway beside vllm serve, ten minutes on two idle cores
+bench-scoring: $(STAMP) ## teacher and gateway beside vllm serve, thirteen minutes on two idle cores
 	$(BIN)/opd fetch smollm2-135m
 	$(BIN)/python -m benchmarks.scoring
 

@@ -1,7 +1,7 @@
 """`python -m benchmarks.scoring`: the scoring plane measured against its targets (issue 3, "Measured").
 
-Prints a table, writes runs/bench/scoring.json, and ends with status 1 when a target is missed. About ten minutes on
-two cores; `--only serve,gateway` measures parts. Every other number than a ratio depends on the machine, and on what
+Prints a table, writes runs/bench/scoring.json, and ends with status 1 when a target is missed. About thirteen minutes
+on two cores; `--only serve,gateway` measures parts. Every other number than a ratio depends on the machine, and on what
 else runs on it: leave it alone meanwhile.
 """
 
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import report, serve, smollm2, through
+from benchmarks import replicas, report, serve, smollm2, through
 from benchmarks.models import bench_model
 from benchmarks.report import Line
 from benchmarks.servers import EngineSettings
 from shared.errors import run_main
 
-SECTIONS = ("serve", "gateway", "router", "smollm2")
+SECTIONS = ("serve", "gateway", "replicas", "router", "smollm2")
 _FOLDER = Path("runs/bench")
 _SMOLLM2 = Path("models/smollm2-135m")
 _IDLE_LOAD = 0.5
@@ -59,6 +59,8 @@ def _measure(section: str, settings: EngineSettings) -> tuple[list[Line], list[s
             return serve.run(settings, logs), []
         case "gateway":
             return through.run_gateway(settings, logs), []
+        case "replicas":
+            return replicas.run(settings, logs), []
         case "router":
             return through.run_router(settings, logs)
         case _:

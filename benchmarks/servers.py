@@ -50,8 +50,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def teacher(settings: EngineSettings, logs: Path, *overrides: str, name: str = "bench") -> Iterator[Server]:
-    """Our teacher; `overrides` are `--set` texts of TeacherSection."""
+def teacher(
+    settings: EngineSettings, logs: Path, *overrides: str, name: str = "bench", log: str = "teacher"
+) -> Iterator[Server]:
+    """Our teacher; `overrides` are `--set` texts of TeacherSection, `log` names its log."""
     port = free_port()
     fields = {
         "max_model_len": settings.max_model_len - 1,  # the engine gets one more, for the token that is thrown away
@@ -64,7 +66,7 @@ def teacher(settings: EngineSettings, logs: Path, *overrides: str, name: str = "
     command += ["--port", str(port), "--dtype", settings.dtype]
     for text in [*(f"{key}={value}" for key, value in fields.items()), *overrides]:
         command += ["--set", text]
-    with _running("teacher", command, port, "/readyz", logs) as server:
+    with _running(log, command, port, "/readyz", logs) as server:
         yield server
 
 
@@ -100,13 +102,15 @@ def vllm_serve(settings: EngineSettings, logs: Path) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def gateway(teachers: Mapping[str, str], logs: Path) -> Iterator[Server]:
-    """Our gateway in front of teachers, given as {name: url}."""
+def gateway(
+    teachers: Mapping[str, Sequence[str]], logs: Path, *overrides: str, log: str = "gateway"
+) -> Iterator[Server]:
+    """Our gateway in front of teachers, given as {name: urls of its replicas}."""
     port = free_port()
     command = [sys.executable, "-m", "services.gateway", "--port", str(port)]
-    for name, url in teachers.items():
-        command += ["--teacher", f"{name}={url}"]
-    with _running("gateway", command, port, "/readyz", logs) as server:
+    command += [part for name, urls in teachers.items() for url in urls for part in ("--teacher", f"{name}={url}")]
+    command += [part for text in overrides for part in ("--set", text)]
+    with _running(log, command, port, "/readyz", logs) as server:
         yield server
 
 

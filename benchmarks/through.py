@@ -39,7 +39,7 @@ def run_gateway(settings: EngineSettings, logs: Path) -> list[Line]:
     """Our gateway against its targets."""
     with (
         servers.teacher(settings, logs) as teacher,
-        servers.gateway({"bench": teacher.url}, logs) as proxy,
+        servers.gateway({"bench": [teacher.url]}, logs) as proxy,
     ):
         cost = _cost(teacher, proxy, TEACHER, settings.top_k, num_requests=64)
     return [

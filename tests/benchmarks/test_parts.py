@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks import floor, models, report, requests, rounds, scoring, smollm2
+from benchmarks import floor, models, replicas, report, requests, rounds, scoring, smollm2
 from benchmarks.load import Measured, Plan, Target, carry_out
 from benchmarks.report import Line
-from benchmarks.servers import EngineSettings
+from benchmarks.servers import EngineSettings, Server
 from shared.errors import ConfigError
 from shared.wire import MSGPACK, Limits, parse_request
+from tests.conftest import wait_until
 
 _LIMITS = Limits(vocab_size=1000, max_model_len=64, max_top_k=8)
 
@@ -91,6 +94,25 @@ def test_medians_are_of_rounds() -> None:
     assert result.client_share == 0.25
 
 
+def test_quantiles_are_values_that_occurred() -> None:
+    times = [float(number) for number in range(200, 0, -1)]
+    assert [replicas._quantile(times, percent) for percent in (50, 95, 99)] == [101.0, 191.0, 199.0]
+    assert replicas._quantile([3.0], 99) == 3.0
+
+
+async def test_a_replica_that_stands_still_goes_on_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_EVERY_S", replicas._STOP_S)  # stopped at once
+    process = psutil.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    try:
+        async with replicas._standing_still(Server("sleeper", "", process.pid)):
+            await wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+        await wait_until(lambda: process.status() != psutil.STATUS_STOPPED)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_verdicts_and_table() -> None:
     lines = [
         Line("serve", "speed", 5.0, "x", at_least=5),
@@ -139,7 +161,7 @@ def test_a_section_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as ended:
         scoring.main(["--only", "serve,sevre"])
     assert ended.value.code == 2
-    assert "sevre: known sections are serve, gateway, router, smollm2" in capsys.readouterr().err
+    assert "sevre: known sections are serve, gateway, replicas, router, smollm2" in capsys.readouterr().err
 
 
 def test_a_model_that_was_not_fetched(tmp_path: Path) -> None:
